@@ -60,10 +60,9 @@ class Row:
     @property
     def binds(self) -> str:
         """What limits it."""
-        most = max(self.late)
-        if most == 0:
-            return "nothing seen"
-        return {0: "prefill", 1: "decode", 2: "link or room"}[list(self.late).index(most)]
+        causes = self.late._asdict()
+        worst = max(causes, key=lambda cause: causes[cause])
+        return worst if causes[worst] else "nothing seen"
 
 
 @dataclass(frozen=True)

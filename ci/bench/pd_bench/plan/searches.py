@@ -18,7 +18,7 @@ from scheduler_plugins.planner.plan import SEARCHES
 from scheduler_plugins.planner.search import Found, best_of
 from scheduler_plugins.router.policies.base import Role
 
-PROMISE = Promise(0.5, 0.05)
+TPOT_S = 0.05
 
 
 class Searched(NamedTuple):
@@ -69,10 +69,12 @@ def _fillings(
                 yield rest + Counter({engines[n]: 1})
 
 
-def searched(inventory: Inventory, requests: Sequence[Waiting], each: int, name: str) -> Searched:
+def searched(
+    inventory: Inventory, requests: Sequence[Waiting], each: int, promise: Promise, name: str
+) -> Searched:
     """One of the planner's searches, or `exhaustive`."""
-    bounds = Bounds(inventory, Workload.of(requests, PROMISE.tpot_s))
-    judge = Judge(windows_of(requests, each), PROMISE)
+    bounds = Bounds(inventory, Workload.of(requests, promise.tpot_s))
+    judge = Judge(windows_of(requests, each), promise)
     judge.first_per_s = max(0.1, bounds.of(front(bounds)[0]) / 8)
     if name == "exhaustive":
         mixes = sorted(every_mix(inventory), key=lambda mix: (-bounds.of(mix), mix))
@@ -83,19 +85,22 @@ def searched(inventory: Inventory, requests: Sequence[Waiting], each: int, name:
 
 
 def on_the_other_half(
-    inventory: Inventory, requests: Sequence[Waiting], each: int
+    inventory: Inventory, requests: Sequence[Waiting], each: int, promise: Promise
 ) -> tuple[Halves, list[Searched]]:
     """Plan with the first half, ours and exhaustively, and judge both in the second."""
     half = len(requests) // 2
-    judge = Judge(windows_of(requests[half:], each), PROMISE)
-    plans = [searched(inventory, requests[:half], each, name) for name in ("planner", "exhaustive")]
+    judge = Judge(windows_of(requests[half:], each), promise)
+    plans = [
+        searched(inventory, requests[:half], each, promise, name)
+        for name in ("planner", "exhaustive")
+    ]
     ours, theirs = (judge.goodput(plan.found.fleet) if plan.found else 0.0 for plan in plans)
     return Halves(ours, theirs), plans
 
 
 def front_cpu_s(inventory: Inventory, requests: Sequence[Waiting]) -> tuple[float, int]:
     """CPU seconds of the front, and its mixes."""
-    bounds = Bounds(inventory, Workload.of(requests, PROMISE.tpot_s))
+    bounds = Bounds(inventory, Workload.of(requests, TPOT_S))
     begun_s = time.process_time()
     found = front(bounds)
     return time.process_time() - begun_s, len(found)
