@@ -18,7 +18,7 @@ from scheduler_plugins.sim.cluster import Change, Cluster
 ORACLE = "oracle"
 POLICIES = ("pressure", "ratio", "arrow", "tetri", "mixed", "arrow_paper")
 LEAST = 0.3
-"""Rates below this are not told apart."""
+"""The search for the largest rate starts here, so lower rates look the same."""
 OF_ORACLE = 0.92
 """`pressure` sustains at least this part of the oracle's rate."""
 OVER_FIXED = 1.3
