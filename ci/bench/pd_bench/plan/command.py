@@ -48,18 +48,18 @@ def search(traces: Traces, each: Each = 200, ttft_ms: Ttft = 500, json: Json = N
                 searched(inventory, requests, each, promise, name)
                 for name in ("planner", "exhaustive")
             )
-            _say(f"{path.stem}: ours {_told(ours)}; exhaustive {_told(theirs)}")
+            _say(f"{path.stem}: ours {_text(ours)}; exhaustive {_text(theirs)}")
             rows.append(_row("rate", params, ours.per_s, theirs.per_s, OF_EXHAUSTIVE))
             counts.append(
                 _row("simulated requests", params, ours.simulated, theirs.simulated, None)
             )
             halves, plans = on_the_other_half(inventory, requests, each, promise)
-            _say(f"{path.stem}, first half: ours {_told(plans[0])}; exhaustive {_told(plans[1])}")
+            _say(f"{path.stem}, first half: ours {_text(plans[0])}; exhaustive {_text(plans[1])}")
             rows.append(
                 _row("rate, other half", params, halves.ours, halves.exhaustive, ON_OTHER_HALF)
             )
             both = searched(inventory, requests, each, promise, "colocated")
-            _say(f"{path.stem}: engines that do both {_told(both)}")
+            _say(f"{path.stem}: engines that do both {_text(both)}")
             best = max(ours.per_s, both.per_s)
             rows.append(_row("recommended beside colocated", params, best, both.per_s, 1.0))
     report([("exhaustive", rows), ("exhaustive", counts)], _NOTES, json)
@@ -74,13 +74,17 @@ def unlike(traces: Traces, each: Each = 200, ttft_ms: Ttft = 500, json: Json = N
         for path in traces:
             requests, inventory = _read(path), nodes("H100", "A100")
             params: dict[str, str | int | float] = {"trace": path.stem}
-            found = {name: searched(inventory, requests, each, promise, name) for name in SEARCHES}
-            for name, result in found.items():
-                _say(f"{path.stem}, {name}: {_told(result)}")
-            ours = found["planner"]
+            results = {
+                name: searched(inventory, requests, each, promise, name) for name in SEARCHES
+            }
+            for name, result in results.items():
+                _say(f"{path.stem}, {name}: {_text(result)}")
+            ours = results["planner"]
             for name in PAPERS:
-                if found[name].found:
-                    rows.append(_row(f"beside {name}", params, ours.per_s, found[name].per_s, 0.98))
+                if results[name].best:
+                    rows.append(
+                        _row(f"beside {name}", params, ours.per_s, results[name].per_s, 0.98)
+                    )
             counts.append(_row("simulated requests", params, ours.simulated, MOST_SIMULATED, 1.0))
     report([("paper", rows), ("allowed", counts)], _NOTES, json)
 
@@ -101,12 +105,12 @@ def front(traces: Traces, json: Json = None) -> None:
 _NOTES = [
     "simulated, level 2: no engine was run",
     "costs are estimated from data sheets",
-    "a rate is found to 1.5 %, and a fleet replaces another from 2 % on",
+    "a rate is results to 1.5 %, and a fleet replaces another from 2 % on",
 ]
 
 
-def _told(search: Searched) -> str:
-    name = search.found.name if search.found else "nothing"
+def _text(search: Searched) -> str:
+    name = search.best.name if search.best else "nothing"
     took = f"{search.runs} runs, {search.simulated:,} requests"
     return f"{name}, {search.per_s:.2f} a second ({took})"
 
