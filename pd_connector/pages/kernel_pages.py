@@ -168,9 +168,9 @@ class KernelPages:
         return launch and _run(scatter_pages, launch)
 
     def begin_gather(
-        self, route: Route, chunk: Chunk, pages: Sequence[int], filled: Payload
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> Moving | None:
-        """Queue all work that brings a chunk into a slot. Returns None if kernels cannot take the chunk.
+        """Queue all work that brings a chunk into a slot (`payload`). Returns None if kernels cannot take the chunk.
 
         A kernel writes directly to a slot on the device. For a slot in host memory, the kernel writes to device
         memory, and a copy engine moves the bytes on. A kernel that wrote across the bus would take multiprocessors
@@ -180,9 +180,9 @@ class KernelPages:
         Raises:
             IndexError: a page is outside this cache.
         """
-        nbytes = len(filled)
-        if isinstance(filled, DeviceBytes):
-            sums = self.gather(route, chunk, pages, filled.tensor)
+        nbytes = len(payload)
+        if isinstance(payload, DeviceBytes):
+            sums = self.gather(route, chunk, pages, payload.tensor)
             if sums is None:
                 return None
             return Moving(_to_host(sums), nbytes, record(self._device))
@@ -191,7 +191,7 @@ class KernelPages:
         if sums is None:
             return None
         on_host = _to_host(sums)
-        self._stagings.unload(staging, torch.from_numpy(np.frombuffer(filled, np.uint8)))
+        self._stagings.unload(staging, torch.from_numpy(np.frombuffer(payload, np.uint8)))
         return Moving(on_host, nbytes, staging.free)
 
     def stage(self, payload: Payload) -> None:

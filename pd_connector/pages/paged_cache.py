@@ -20,7 +20,7 @@ from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.layer import LayerPages
-from pd_connector.pages.one_ahead import GatherCall, OneAhead
+from pd_connector.pages.one_ahead import OneAhead
 from pd_connector.pages.own_stream import own_streams, own_thread
 from pd_connector.pages.plane_copies import PlaneCopies
 from pd_connector.plan.chunks import Chunk
@@ -152,14 +152,14 @@ class PagedCache:
         nbytes = chunk.nbytes(route)
         if len(slot) < nbytes:
             raise ValueError(f"slot of {len(slot)} bytes: the chunk has {nbytes} bytes")
-        call = GatherCall(route, chunk, pages, slot[:nbytes], fence)
+        payload = slot[:nbytes]
         self.last_checksum = None
         with self._streamed(fence):
             if self._ahead is not None:
-                self.last_checksum = self._ahead.gather(call)
+                self.last_checksum = self._ahead.gather(route, chunk, pages, payload, fence)
             if self.last_checksum is None:
-                self.last_checksum = self._copies.fill(call)
-        return call.slot
+                self.last_checksum = self._copies.fill(route, chunk, pages, payload)
+        return payload
 
     def gather_next(
         self,
@@ -174,7 +174,7 @@ class PagedCache:
         then: the bytes read count only if that `gather` is called."""
         nbytes = chunk.nbytes(route)
         if self._ahead is not None and len(slot) >= nbytes:
-            self._ahead.gather_next(GatherCall(route, chunk, pages, slot[:nbytes], fence))
+            self._ahead.gather_next(route, chunk, pages, slot[:nbytes], fence)
 
     def scatter_next(self, payload: Payload) -> None:
         """Announce the probable payload of the `scatter` after the next one, as `gather_next`: a device copies it early."""

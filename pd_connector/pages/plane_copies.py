@@ -14,7 +14,6 @@ from pd_connector.memory.device_slab import filled_on_host
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.comparing import distances
 from pd_connector.pages.copiers import Copier, HostCopier, TorchCopier, as_tensor
-from pd_connector.pages.one_ahead import GatherCall
 from pd_connector.pages.row_matrix import Words
 from pd_connector.plan.chunks import Chunk, Plane, planes
 from pd_connector.plan.route import Route
@@ -87,14 +86,15 @@ class PlaneCopies:
             span = self._layers.tokens(chunk, plane.layer, route.destination, pages)
             self.copier.write(self._layers.view(plane)[:, heads], span, decoded)
 
-    def fill(self, call: GatherCall) -> bytes | None:
-        """As `PagedCache.gather`."""
-        route, chunk, pages, slot, _ = call
-        with filled_on_host(slot) as payload:
-            self.gather(route, chunk, pages, np.frombuffer(payload, np.uint8))
+    def fill(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
+    ) -> bytes | None:
+        """As `PagedCache.gather`, into exactly the payload's bytes."""
+        with filled_on_host(payload) as data:
+            self.gather(route, chunk, pages, np.frombuffer(data, np.uint8))
             self._wait()
-            if isinstance(slot, DeviceBytes):
-                return checksum_of(payload)
+            if isinstance(payload, DeviceBytes):
+                return checksum_of(data)
         return None
 
     def empty(

@@ -107,8 +107,8 @@ class WirePair:
 
     def computed(self) -> tuple[int, float]:
         """Stop the computing threads; returns the number of their rounds, and their CPU seconds."""
-        found = [party.call("computed") for party in (self._producer, self._consumer)]
-        return sum(rounds for rounds, _ in found), sum(cpu_s for _, cpu_s in found)
+        results = [party.call("computed") for party in (self._producer, self._consumer)]
+        return sum(rounds for rounds, _ in results), sum(cpu_s for _, cpu_s in results)
 
     def close(self) -> None:
         """Undo `open`."""
