@@ -131,7 +131,7 @@ class Fetching(Part):
         appended its first token. A producer of states leaves the prompt's last token to its consumer."""
         if params.remote_num_tokens is not None:
             return params.remote_num_tokens
-        return request.num_prompt_tokens - (1 if self._states else 0)
+        return int(request.num_prompt_tokens) - (1 if self._states else 0)
 
     def queued(self, request: "Request") -> None:
         self._uncomputable.add(request)
