@@ -250,8 +250,8 @@ def find(architectures: Iterable[str]) -> Model | None:
     >>> find(["Qwen3NextForCausalLM"]).names
     'Qwen3-Next'
     """
-    asked = set(architectures)
-    return next((model for model in MODELS if asked.intersection(model.architectures)), None)
+    wanted = set(architectures)
+    return next((model for model in MODELS if wanted.intersection(model.architectures)), None)
 
 
 def markdown() -> str:
@@ -264,8 +264,8 @@ def markdown() -> str:
 
 
 def _cell(support: Support) -> str:
-    told = ". ".join(filter(None, (support.why, support.remedy)))
-    return f"{support.standing}: {told}" if told else str(support.standing)
+    said = ". ".join(filter(None, (support.why, support.remedy)))
+    return f"{support.standing}: {said}" if said else str(support.standing)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def _findings(area: str, architectures: list[str]) -> list[Finding]:
     known = find(architectures)
     named = ", ".join(architectures)
     if known is None:
-        found = f"{named}: not in the table of models"
+        unknown = f"{named}: not in the table of models"
         advice = "start an engine with it: what cannot be moved is refused by name at the start"
-        return [Finding(area, "architecture", Status.WARN, found, advice)]
+        return [Finding(area, "architecture", Status.WARN, unknown, advice)]
     nowhere = known.vllm.standing is known.sglang.standing is Standing.REFUSED
     architecture = f"{named} ({known.names}): {known.cache}"
     return [
