@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two ranks must agree on before KV passes: schema, engine, model, routes and a transport."""
+"""The handshake of two ranks: they agree on schema, engine, model, routes and transport before KV passes."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -23,26 +23,26 @@ from pd_connector.transport.base import Transport
 
 
 class RankIdentity(NamedTuple):
-    """A rank, as its peers see it. Each start of an agent has another `epoch`."""
+    """A rank as its peers see it. Each start of an agent has a new `epoch`."""
 
     engine_id: str
     epoch: int
     facts: ModelFacts
-    tells: tuple[str, ...] = ()  # kinds of `final_token` that come with its KV
-    needs: tuple[str, ...] = ()  # kinds that it cannot go on without
+    tells: tuple[str, ...] = ()  # what it sends besides KV (`final_token`)
+    needs: tuple[str, ...] = ()  # what it must get besides KV
 
     @property
     def weights_full(self) -> bytes:
-        """Fingerprint of all bytes of the weights; empty where it is not known yet."""
+        """Fingerprint of all bytes of the weights; empty until they were read."""
         return self.facts.weights_full
 
     def knowing(self, full: bytes) -> "RankIdentity":
-        """The same, since all bytes of its weights were read."""
+        """The same rank, after all bytes of its weights were read."""
         return self._replace(facts=msgspec.structs.replace(self.facts, weights_full=full))
 
 
 class RefusedError(PDConnectorError):
-    """The two ranks cannot work together; `cause` is what is counted."""
+    """The two ranks cannot work together. Metrics count `cause`."""
 
     def __init__(self, cause: Cause, detail: str) -> None:
         super().__init__(detail)
@@ -55,8 +55,8 @@ def hello(
     codecs: Sequence[str],
     transports: Sequence[Transport],
 ) -> messages.Hello:
-    """A consumer's first message, to the engine that answers: each transfer says which engine it
-    wants, and `Welcome` says which one it is."""
+    """A consumer's first message, to any engine: each transfer names the engine that it needs, and `Welcome` says which
+    engine has answered."""
     plain = geometry.needs_schema == 1
     return messages.Hello(
         newest=messages.SCHEMA,
@@ -79,10 +79,10 @@ def check_hello(
     """On the producer, check a `Hello`.
 
     Returns:
-        The schema to speak, and the routes to that consumer.
+        The schema to use, and the routes to that consumer.
 
     Raises:
-        RefusedError: they do not fit together.
+        RefusedError: the two ranks do not fit together.
     """
     oldest = messages.oldest_schema(geometry)
     schema = messages.common_schema(message.newest, message.oldest, oldest)
@@ -117,7 +117,7 @@ def check_welcome(
     """On the consumer, check a `Welcome`; returns the routes from that producer.
 
     Raises:
-        RefusedError: they do not fit together.
+        RefusedError: the two ranks do not fit together.
     """
     if not messages.oldest_schema(geometry) <= message.schema <= messages.SCHEMA:
         raise RefusedError(
@@ -134,10 +134,10 @@ def check_welcome(
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
-    """On the producer, connect by the first of its transports that reaches the consumer.
+    """On the producer, connect by its first transport that reaches the consumer.
 
     Returns:
-        That transport, and its link to the consumer.
+        The transport, and its link to the consumer.
 
     Raises:
         RefusedError: no transport reaches it.
@@ -162,7 +162,7 @@ def _schemas(geometry: Geometry) -> str:
 
 
 def _check_model(producer: ModelFacts, consumer: ModelFacts, destination: Geometry) -> None:
-    """Raises RefusedError unless both serve the same model, and all layers of `destination` get their KV."""
+    """Raises RefusedError unless both serve the same model, with the same draft model if `destination` has draft layers."""
     if problem := model_problem(producer, consumer):
         raise RefusedError(Cause.MODEL, problem)
     if has_drafts(destination) and (problem := draft_problem(producer, consumer)):
@@ -170,7 +170,7 @@ def _check_model(producer: ModelFacts, consumer: ModelFacts, destination: Geomet
 
 
 def _shared(geometry: Geometry, ours: ModelFacts, theirs: ModelFacts) -> Geometry:
-    """What passes of a cache: not the draft model's layers, unless both have the same draft."""
+    """The part of a cache that passes: without the draft model's layers, unless both have the same draft model."""
     return geometry if drafts_alike(ours, theirs) else without_drafts(geometry)
 
 
@@ -181,7 +181,7 @@ def _routes(
     accepted: Sequence[str],
     schema: int,
 ) -> tuple[Route, ...]:
-    """The routes of a session in which this schema is spoken: they carry the rules of its plans."""
+    """The routes of a session with this schema, whose rules they carry."""
     if missing := lacking(source, destination):
         raise RefusedError(
             Cause.GEOMETRY,

@@ -64,16 +64,16 @@ def check_states(layer: int, pages: StatePages, geometry: Geometry, group: Group
 def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> None:
     """Raises UnsupportedGeometryError if a layer differs from the geometry."""
     heads = len(geometry.heads(group))
-    known = group.dtype in DTYPES
+    has_dtype = group.dtype in DTYPES
     views = [(pages.key, group.key_dim)]
     if pages.value is not None:
         views.append((pages.value, group.value_dim))
     elif group.value_dim:
         raise UnsupportedGeometryError(f"cache of layer {layer} has no V of {group.value_dim} dims")
     for view, dim in views:
-        good = view.ndim == 4 or (known and is_tiled(view) and view.device.type == "cpu")
+        good = view.ndim == 4 or (has_dtype and is_tiled(view) and view.device.type == "cpu")
         good = good and view.shape[1] == heads and group.page_entries % tokens_of(view) == 0
-        if known:
+        if has_dtype:
             good = good and dims_of(view) == dim and view.dtype == DTYPES[group.dtype]
         if not good:
             raise UnsupportedGeometryError(
@@ -82,7 +82,7 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
                 f"{group.dtype}"
             )
     if not pages.planes:
-        if group.layout or not known:
+        if group.layout or not has_dtype:
             raise UnsupportedGeometryError(
                 f"cache of layer {layer} ({group.dtype}, layout {group.layout}) has pages that are "
                 "not dense: such pages can be moved only if the dtype is known and the layout has no name"
@@ -90,10 +90,10 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
         return
     count, tokens = len(pages.key), tokens_of(pages.key)
     apart = heads if group.heads_apart else 1
-    wanted = count, apart, heads // apart * tokens * token_bytes(group)
-    found = {(*plane.shape[:2], sum(p.shape[2] for p in pages.planes)) for plane in pages.planes}
-    if found != {wanted}:
+    expected = count, apart, heads // apart * tokens * token_bytes(group)
+    actual = {(*plane.shape[:2], sum(p.shape[2] for p in pages.planes)) for plane in pages.planes}
+    if actual != {expected}:
         shapes = ", ".join(str(tuple(plane.shape)) for plane in pages.planes)
         raise UnsupportedGeometryError(
-            f"cache of layer {layer} has planes of shape {shapes}: wanted {wanted} together"
+            f"cache of layer {layer} has planes of shape {shapes}: wanted {expected} together"
         )

@@ -16,7 +16,7 @@ from scheduler_plugins.router.policies.base import BlockHash, EngineView, Prefix
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.engine import SimulatedEngine
 from scheduler_plugins.sim.kv_pool import KvPool
-from scheduler_plugins.sim.links import Links
+from scheduler_plugins.sim.links import NOWHERE, Links, Place
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class NodeSettings:
     """Delay until the router knows of cached blocks."""
     pull_prefix: bool = False
     """Whether an engine fetches cached prefixes from others."""
+    place: Place = NOWHERE
 
 
 class Node(Loaded):
@@ -51,6 +52,7 @@ class Node(Loaded):
     def __init__(self, name: str, role: Role, settings: NodeSettings) -> None:
         self.name = name
         self.role = role
+        self.place = settings.place
         self.up = True
         self.draining = False
         self.costs = settings.truth

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An incoming chunk, from the transport that delivered it into the pages of this engine.
 
-`ChunkReceiver` takes what has landed, asks the state machine whether it is believed, and reports how it ended.
+`ChunkReceiver` takes what has landed, asks the state machine whether it fits the plan, and reports how it ended.
 `ReceivePipeline` brings the bytes into pages and verifies them. Both pass one record on: `IncomingChunk`.
 """
 
@@ -319,8 +319,8 @@ def _checksum(payload: Payload) -> bytes:
 
 
 class ChunkReceiver:
-    """Takes chunks in: decodes their headers, asks the state machine of a consumer whether they are believed, and has
-    them placed. Used by the agent's thread only.
+    """Takes chunks in: decodes their headers, asks the state machine of a consumer whether they fit the plan, and
+    has them placed. Used by the agent's thread only.
 
     Args:
         act: carries out the state machine's actions.
@@ -364,13 +364,13 @@ class ChunkReceiver:
 
     def landed(self, landed: Sequence[Landed], now: float) -> None:
         """Chunks have landed. Each is used only if it fits the plan and its checksum is right."""
-        for number, chunk in enumerate(landed, 1):
+        for number, landing in enumerate(landed, 1):
             following = landed[number] if number < len(landed) else None
             if following and not following.problem and isinstance(following.payload, Payload):
                 self._cache.scatter_next(following.payload)
-            give_up = partial(self._give_up, chunk, now)
+            give_up = partial(self._give_up, landing, now)
             with confined(self._telemetry, "taking in a chunk", give_up):
-                self._take_in(chunk, now)
+                self._take_in(landing, now)
         self._cache.settle()
 
     def destination(self, encoded: bytes, slot: int, nbytes: int) -> Destination | None:
@@ -417,10 +417,10 @@ class ChunkReceiver:
             self._telemetry.count("session_errors")
             return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
 
-    def _take_in(self, landed: Landed, now: float) -> None:
-        slot, problem = landed.slot, landed.problem
+    def _take_in(self, landing: Landed, now: float) -> None:
+        slot, problem = landing.slot, landing.problem
         try:
-            header = decode_header(landed.header)
+            header = decode_header(landing.header)
         except MalformedMessageError as error:
             # Not the exception itself: its frames would keep the slot's memory.
             logger.warning("chunk with an unreadable header dropped: %s", str(error))
@@ -430,19 +430,19 @@ class ChunkReceiver:
         if problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
         actions = self._consumer.landings.landed(
-            header, slot, landed.payload, now, problem=problem, verified=landed.verified
+            header, slot, landing.payload, now, problem=problem, verified=landing.verified
         )
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
         self._act(actions, now)
         self._tell_taken(slot)
 
-    def _give_up(self, landed: Landed, now: float) -> None:
+    def _give_up(self, landing: Landed, now: float) -> None:
         """An error with a chunk ends its transfer."""
-        transfer = decode_header(landed.header).transfer
+        transfer = decode_header(landing.header).transfer
         detail = "an unexpected error, see this log"
         self._act(self._consumer.give_up(transfer, detail, now), now)
-        self._tell_taken(landed.slot)
+        self._tell_taken(landing.slot)
 
     def _tell_taken(self, slot: int) -> None:
         """Tell the producer that a chunk has been read, if one was left for this landing slot."""
