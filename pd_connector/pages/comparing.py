@@ -99,8 +99,8 @@ def _tokens(route: Route, chunk: Chunk) -> Index:
     """The first token of each entry of the chunk: those that both sides hold."""
     if route.stripes is None:
         return np.arange(chunk.first_token, chunk.stop_token, route.source.state_tokens)
-    found = common_tokens(route.stripes, chunk.first_token, chunk.stop_token)
-    return found[:: route.source.state_tokens]
+    shared = common_tokens(route.stripes, chunk.first_token, chunk.stop_token)
+    return shared[:: route.source.state_tokens]
 
 
 _Pair = tuple[int, Part, torch.Tensor, torch.Tensor]

@@ -156,7 +156,7 @@ def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _on(device: torch.device, *index: Index) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.from_numpy(one).to(device) for one in index)
+    return tuple(torch.from_numpy(numbers).to(device) for numbers in index)
 
 
 def _row_numbers(matrix: RowMatrix, index: Index, heads: int) -> Index:

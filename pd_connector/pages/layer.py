@@ -52,8 +52,8 @@ def check_states(layer: int, pages: StatePages, geometry: Geometry, group: Group
         )
     for section, view in zip(group.sections, pages.sections, strict=True):
         units = len(geometry.shard.heads(section.units))
-        wanted = units, section.rows, section.dim
-        good = view.ndim == 4 and tuple(view.shape[1:]) == wanted
+        expected = units, section.rows, section.dim
+        good = view.ndim == 4 and tuple(view.shape[1:]) == expected
         if not good or view.element_size() != STATE_BYTES.get(section.dtype):
             raise UnsupportedGeometryError(
                 f"{section.name} of layer {layer} has shape {tuple(view.shape)} and {view.dtype}: wanted "

@@ -148,8 +148,8 @@ def _striped_page_spans(span: StripedSpan) -> Sequence[PageSpan]:
 def _striped_row_numbers(span: StripedSpan, heads: int, steps: tuple[int, ...]) -> Index:
     page, within = _striped_places(span)
     by_page, by_head, by_token = steps
-    found: Index = np.arange(heads)[:, None] * by_head + (page * by_page + within * by_token)
-    return found.reshape(-1)
+    numbers: Index = np.arange(heads)[:, None] * by_head + (page * by_page + within * by_token)
+    return numbers.reshape(-1)
 
 
 @functools.lru_cache(maxsize=8)

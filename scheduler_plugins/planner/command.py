@@ -47,25 +47,25 @@ def plan(**options: Any) -> None:
     given = SimpleNamespace(**options)
     console = Console(stderr=True)
     try:
-        found, name = _made(given, console)
+        made, name = _made(given, console)
         if given.out:
-            values, problem = files.chart_values(files.engines_of(found), name)
+            values, problem = files.chart_values(files.engines_of(made), name)
             left_out = [f"values.yaml: {problem}"] if problem else []
-            files.write(found, given.out, name, values, page(found, _trace_name(given), left_out))
+            files.write(made, given.out, name, values, page(made, _trace_name(given), left_out))
     except (PDConnectorError, ValueError) as error:
         print(f"not planned: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
     shown = Console()
     if not shown.is_terminal:
         shown.width = _WIDTH
-    shown.print(_table(found))
+    shown.print(_table(made))
     shown.print(
-        f"recommended: {found.chosen.found.name}, because {found.why}",
+        f"recommended: {made.chosen.candidate.name}, because {made.why}",
         soft_wrap=True,
         markup=False,
         highlight=False,
     )
-    for doubt in found.doubts:
+    for doubt in made.doubts:
         shown.print(f"doubt: {doubt}", soft_wrap=True, markup=False, highlight=False)
     if given.out:
         shown.print(f"written: {given.out}", soft_wrap=True, markup=False, highlight=False)
@@ -90,12 +90,12 @@ def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    found = make(
+    made = make(
         stock, requests, promise, per_s=given.per_s or 0.0, each=given.requests // WINDOWS, order=given.order,
         policy=given.policy, say=say,
     )  # fmt: skip
     name = model.name if model else next(iter(stock.kinds.values())).model
-    return found, name or "MODEL"
+    return made, name or "MODEL"
 
 
 def _inventory(given: SimpleNamespace, model: Model | None) -> inventory.Inventory:
@@ -170,9 +170,9 @@ def _check_context(requests: Sequence[Waiting], model: Model | None) -> None:
 
 
 def _parameters() -> Iterator[Parameter]:
-    told = typer.Argument(help="trace file: Mooncake's JSON lines, or Azure's .csv")
+    argument = typer.Argument(help="trace file: Mooncake's JSON lines, or Azure's .csv")
     yield Parameter(
-        "trace", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, told]
+        "trace", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, argument]
     )
     meaning = "nodes, devices, links, prices and power, and what may not be used (YAML)"
     yield option("inventory", Path | None, None, meaning, metavar="FILE")
@@ -191,7 +191,7 @@ def _parameters() -> Iterator[Parameter]:
     yield option("out", Path | None, None, "folder for the files", metavar="FOLDER")
 
 
-def _table(found: Plan) -> Table:
+def _table(made: Plan) -> Table:
     table = Table(
         "search",
         "fleet",
@@ -203,10 +203,10 @@ def _table(found: Plan) -> Table:
         box=None,
         padding=(0, 2, 0, 0),
     )
-    for row in found.rows:
+    for row in made.rows:
         table.add_row(
-            row.search, row.found.name, f"{row.per_s:.2f}", f"{min(row.windows):.1f} - {max(row.windows):.1f}",
-            f"{row.per_s / row.gpus:.2f}", row.binds, ", ".join(found.sources),
+            row.search, row.candidate.name, f"{row.per_s:.2f}", f"{min(row.windows):.1f} - {max(row.windows):.1f}",
+            f"{row.per_s / row.gpus:.2f}", row.binds, ", ".join(made.sources),
         )  # fmt: skip
     return table
 

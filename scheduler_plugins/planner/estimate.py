@@ -73,12 +73,12 @@ def read_model(path: Path) -> Model:
 
 def _sized(config: dict[str, Any], path: Path) -> Model:
     def size(*names: str, default: float | None = None) -> float:
-        found = next((config[name] for name in names if config.get(name) is not None), default)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < 1e12:
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e12:
             raise PlanError(
-                f"model {path}: {names[0]} is {found!r}; must be a number, as in the model's own config.json"
+                f"model {path}: {names[0]} is {value!r}; must be a number, as in the model's own config.json"
             )
-        return float(found)
+        return float(value)
 
     hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
     heads = size("num_attention_heads", "n_head")

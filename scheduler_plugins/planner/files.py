@@ -57,8 +57,8 @@ class Engine(NamedTuple):
 
 def engines_of(plan: Plan) -> list[Engine]:
     """The engines of the recommended fleet, every copy of it, with their ports and GPUs."""
-    found, next_gpu = list[Engine](), Counter[str]()
-    chosen = plan.chosen.found
+    engines, next_gpu = list[Engine](), Counter[str]()
+    chosen = plan.chosen.candidate
     nodes = [node.place.node for node in plan.inventory.nodes]
     alone = not any(part.role is Role.PREFILL for part in chosen.fleet.parts)
     for copy in range(chosen.copies):
@@ -68,11 +68,11 @@ def engines_of(plan: Plan) -> list[Engine]:
             for _ in range(part.number):
                 first, size = next_gpu[node], part.profile.gpus
                 next_gpu[node] += size
-                number = sum(engine.node == node for engine in found)
+                number = sum(engine.node == node for engine in engines)
                 gpus = tuple(range(first, first + size))
                 chunk = part.profile.costs.chunk_tokens or CHUNK_TOKENS
-                found.append(Engine(part.role, node, FIRST_PORT + number, gpus, chunk, alone))
-    return found
+                engines.append(Engine(part.role, node, FIRST_PORT + number, gpus, chunk, alone))
+    return engines
 
 
 def fleet_file(fleet: Fleet) -> FleetFile:
@@ -110,7 +110,7 @@ def simulate_command(plan: Plan, row: Row, trace: str, file: str) -> str:
         "--limit",
         str(len(window.requests)),
     ]
-    words += ["--fleet", file, "--level", "2", "--per-s", f"{row.found.unit_per_s:.4f}"]
+    words += ["--fleet", file, "--level", "2", "--per-s", f"{row.candidate.unit_per_s:.4f}"]
     words += [
         f"--{name}-ms={value * 1e3:g}"
         for name, value in zip(("ttft", "tpot"), plan.promise, strict=True)
@@ -138,7 +138,9 @@ def write(plan: Plan, folder: Path, model: str, values: Values, page: str) -> No
     try:
         (folder / "fleets").mkdir(parents=True, exist_ok=True)
         for n, row in enumerate(plan.rows):
-            (folder / fleet_name(n)).write_bytes(msgspec.yaml.encode(fleet_file(row.found.fleet)))
+            (folder / fleet_name(n)).write_bytes(
+                msgspec.yaml.encode(fleet_file(row.candidate.fleet))
+            )
         engines = engines_of(plan)
         for name, text in _scripts(engines, model):
             path = folder / name
@@ -180,7 +182,7 @@ def _router(plan: Plan, engines: list[Engine]) -> bytes:
 
 def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
     """Values of our chart, or why it cannot start this fleet."""
-    found = dict[str, object](model=model)
+    values = dict[str, object](model=model)
     if any(engine.alone for engine in engines):
         return (
             None,
@@ -195,9 +197,9 @@ def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
                 f"our chart has one tensor parallelism a side; {role} has {len(kinds)} kinds of engines",
             )
         tp, chunk = kinds.pop()
-        found[str(role)] = {
+        values[str(role)] = {
             "replicas": len(side),
             "tensorParallelSize": tp,
             "args": ["--max-num-batched-tokens", str(chunk), "--scheduler-cls", _SCHEDULER],
         }
-    return found, ""
+    return values, ""

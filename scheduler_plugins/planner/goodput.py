@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
+
+import msgspec
 
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.capacity import KEPT, kept, largest
@@ -43,7 +45,8 @@ class Late(NamedTuple):
 
     prefill: float  # the prompt was not computed in time, or refused as such
     decode: float  # tokens were too slow
-    handoff: float  # the KV came too late: link, or room on the decode side
+    link: float  # the KV came too late
+    room: float  # the KV came too late, and would not with more room on the decode side
 
 
 def windows_of(requests: Sequence[Waiting], each: int) -> list[Window]:
@@ -118,6 +121,14 @@ class Judge:
 
     def late(self, fleet: Fleet, per_s: float, window: int) -> Late:
         """Why requests are late at a rate."""
+        late = self._late(fleet, per_s, window)
+        if not late.link:
+            return late
+        link = min(late.link, self._late(_roomy(fleet), per_s, window).link)
+        return late._replace(link=link, room=late.link - link)
+
+    def _late(self, fleet: Fleet, per_s: float, window: int) -> Late:
+        """The same, as if all KV that comes too late came over a slow link."""
         served = self.served(fleet, per_s, window)
         (ttft_s, tpot_s), n = self.promise, len(served)
         prefill = decode = handoff = 0
@@ -131,7 +142,7 @@ class Judge:
                 prefill += 1
             elif outcome.ttft_s > ttft_s:
                 handoff += 1
-        return Late(prefill / n, decode / n, handoff / n)
+        return Late(prefill / n, decode / n, handoff / n, 0.0)
 
     def _highest(self, keeps: Callable[[float], bool], floor: float, close: float = CLOSE) -> float:
         low, high = 0.0, floor * BETTER or min(self.first_per_s, self.most_per_s / 2)
@@ -143,3 +154,12 @@ class Judge:
             low = high / 2 if keeps(high / 2) else 0.0
             high = high if low else high / 2
         return largest(keeps, low, min(high, self.most_per_s), close) if low else 0.0
+
+
+def _roomy(fleet: Fleet) -> Fleet:
+    """The fleet with any room for KV."""
+    parts = (
+        msgspec.structs.replace(part, profile=msgspec.structs.replace(part.profile, kv_tokens=inf))
+        for part in fleet.parts
+    )
+    return replace(fleet, parts=tuple(parts))

@@ -146,11 +146,11 @@ def load(path: Path, model: Model | None, *, force: bool = False) -> Inventory:
         PlanError: the file is wrong, a device is not known, a profile does not fit, or no engine fits the GPUs.
     """
     try:
-        found, text = read(path, InventoryFile)
+        file, text = read(path, InventoryFile)
     except FleetError as error:
         raise PlanError(str(error)) from None
     try:
-        return _checked(found, path.parent, model, force)
+        return _checked(file, path.parent, model, force)
     except PlanError as error:
         raise PlanError(text.wrong(error)) from None
 
@@ -161,22 +161,22 @@ def one_device(device: str, gpus: int, model: Model) -> Inventory:
     return _checked(InventoryFile(nodes=(node,)), Path(), model, False)
 
 
-def _checked(found: InventoryFile, folder: Path, model: Model | None, force: bool) -> Inventory:
-    nodes = tuple(_nodes(found))
+def _checked(file: InventoryFile, folder: Path, model: Model | None, force: bool) -> Inventory:
+    nodes = tuple(_nodes(file))
     if not any(node.gpus for node in nodes):
         raise PlanError("nodes: no GPU may be used; give gpus, or fewer reserved")
-    if found.budget.watts and found.budget.price_per_h:
+    if file.budget.watts and file.budget.price_per_h:
         raise PlanError("budget: has both price_per_h and watts; give one")
     kinds = dict[str, EngineProfile]()
     for name in dict.fromkeys(node.device for node in nodes):
         most = max(node.gpus for node in nodes if node.device == name)
-        kinds |= _kinds(name, found.devices.get(name, Device()), most, folder, model, force)
+        kinds |= _kinds(name, file.devices.get(name, Device()), most, folder, model, force)
     if not kinds:
         weights = f"{model.weight_bytes / 1e9:.0f} GB of weights" if model else "the profiles' GPUs"
         raise PlanError(
             f"gpus: too few for {weights} on any node; use devices with more memory, or more GPUs a node"
         )
-    if found.budget.price_per_h and not all(profile.price_per_h for profile in kinds.values()):
+    if file.budget.price_per_h and not all(profile.price_per_h for profile in kinds.values()):
         raise PlanError(
             "budget: price_per_h needs a price_per_h of every device (devices: {NAME: {price_per_h: 2.5}})"
         )
@@ -186,16 +186,16 @@ def _checked(found: InventoryFile, folder: Path, model: Model | None, force: boo
         )
     nics = [node.place.nic_bytes_per_s for node in nodes if node.place.nic_bytes_per_s < inf]
     engine = max(nics, default=25e9)
-    other = found.links.other_gbit_per_s
+    other = file.links.other_gbit_per_s
     return Inventory(
-        nodes, kinds, found.links.node_gbit_per_s * _PER_GBIT, engine,
-        engine if other is None else other * _PER_GBIT, found.budget,
+        nodes, kinds, file.links.node_gbit_per_s * _PER_GBIT, engine,
+        engine if other is None else other * _PER_GBIT, file.budget,
     )  # fmt: skip
 
 
-def _nodes(found: InventoryFile) -> Iterator[PlanNode]:
-    several, names = sum(entry.number for entry in found.nodes) > 1, set[str]()
-    for entry in found.nodes:
+def _nodes(file: InventoryFile) -> Iterator[PlanNode]:
+    several, names = sum(entry.number for entry in file.nodes) > 1, set[str]()
+    for entry in file.nodes:
         for kind, name in (
             ("name", entry.name),
             ("device", entry.device),
@@ -256,23 +256,23 @@ def _kinds(
 
 def _measured(path: Path, model: Model | None, force: bool) -> EngineProfile:
     try:
-        found, _ = read(path, EngineProfile)
+        profile, _ = read(path, EngineProfile)
     except FleetError as error:
         raise PlanError(str(error)) from None
-    if model is not None and found.model and found.model != model.name:
+    if model is not None and profile.model and profile.model != model.name:
         raise PlanError(
-            f"profile '{path.name}': is of model {found.model}, wanted is {model.name}; measure this model"
+            f"profile '{path.name}': is of model {profile.model}, wanted is {model.name}; measure this model"
         )
-    if model is not None and found.dtype and found.dtype != model.dtype:
+    if model is not None and profile.dtype and profile.dtype != model.dtype:
         raise PlanError(
-            f"profile '{path.name}': is of dtype {found.dtype}, wanted is {model.dtype}; measure this dtype"
+            f"profile '{path.name}': is of dtype {profile.dtype}, wanted is {model.dtype}; measure this dtype"
         )
-    if not found.kv_bytes_per_token or found.kv_tokens == inf:
+    if not profile.kv_bytes_per_token or profile.kv_tokens == inf:
         raise PlanError(
             f"profile '{path.name}': kv_tokens and kv_bytes_per_token are missing; the engine's log has its KV cache size"
         )
-    if found.doubt and not force:
+    if profile.doubt and not force:
         raise PlanError(
-            f"profile '{path.name}': {found.doubt} is above 15 %; measure on an idle machine, or give --force"
+            f"profile '{path.name}': {profile.doubt} is above 15 %; measure on an idle machine, or give --force"
         )
-    return found
+    return profile

@@ -79,7 +79,7 @@ def placed(
     """
     free = {node.place.node: node.gpus for node in inventory.nodes}
     on = Counter[tuple[str, Role]]()
-    found = Counter[tuple[str, Role, str]]()
+    numbers = Counter[tuple[str, Role, str]]()
     engines = [(kind, role) for kind, role, n in mix for _ in range(n)]
     engines.sort(
         key=lambda engine: (-inventory.kinds[engine[0]].gpus, engine[1] is Role.DECODE, engine[0])
@@ -99,7 +99,7 @@ def placed(
             node = able[-1] if role is Role.DECODE else able[0]
         free[node] -= gpus
         on[node, role] += 1
-        found[kind, role, node] += 1
+        numbers[kind, role, node] += 1
     places = {node.place.node: node.place for node in inventory.nodes}
     parts = tuple(
         Part(
@@ -108,7 +108,7 @@ def placed(
             number=number,
             place=places[node],
         )
-        for (kind, role, node), number in sorted(found.items())
+        for (kind, role, node), number in sorted(numbers.items())
     )
     return Fleet(parts=parts, network=_network(inventory))
 

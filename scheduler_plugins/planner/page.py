@@ -25,7 +25,7 @@ def page(plan: Plan, trace: str, left_out: list[str]) -> str:
 def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
     chosen = plan.chosen
     engines = " and ".join(plan.sources)
-    yield f"# Plan: {chosen.found.name}"
+    yield f"# Plan: {chosen.candidate.name}"
     yield ""
     yield f"**The engines' costs are {engines}.** The rates below are simulated with them. No engine was run for this page."
     for doubt in plan.doubts:
@@ -38,7 +38,7 @@ def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
         "rate is that of the worst window; the spread is over the four."
     )
     yield ""
-    yield f"Recommended: {chosen.found.name}, because {plan.why}."
+    yield f"Recommended: {chosen.candidate.name}, because {plan.why}."
     yield ""
     yield "| search | fleet | requests a second | spread | per GPU | per unit of price and hour | per kW | what binds | costs |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -57,8 +57,8 @@ def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
     yield ""
     for what, uses in _uses(plan.rows):
         ranked = sorted((row.per_s / used, row.search) for row, used in uses)
-        told = ", ".join(f"{search} {rate:.3g}" for rate, search in reversed(ranked))
-        yield f"- per {what}: {told}"
+        shown = ", ".join(f"{search} {rate:.3g}" for rate, search in reversed(ranked))
+        yield f"- per {what}: {shown}"
     yield ""
     yield "## If traffic is different"
     yield ""
@@ -74,7 +74,7 @@ def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
     yield "Column `in time` of each command is the part in time of the worst window at the row's rate. Run them in this folder."
     yield ""
     for n, row in enumerate(plan.rows):
-        copies = f", one of {row.found.copies} copies" if row.found.copies > 1 else ""
+        copies = f", one of {row.candidate.copies} copies" if row.candidate.copies > 1 else ""
         yield f"- {row.search}{copies}: {row.in_time:.3f}"
         yield ""
         yield f"      {simulate_command(plan, row, trace, fleet_name(n))}"
@@ -103,6 +103,6 @@ def _row(row: Row, engines: str) -> str:
     price = f"{row.per_s / row.price_per_h:.3f}" if row.price_per_h else "-"
     power = f"{row.per_s / row.watts * 1e3:.2f}" if row.watts else "-"
     return (
-        f"| {row.search} | {row.found.name} | {row.per_s:.2f} | {low:.1f} - {high:.1f} | {row.per_s / row.gpus:.2f} | "
+        f"| {row.search} | {row.candidate.name} | {row.per_s:.2f} | {low:.1f} - {high:.1f} | {row.per_s / row.gpus:.2f} | "
         f"{price} | {power} | {row.binds} | {engines} |"
     )

@@ -16,12 +16,12 @@ from scheduler_plugins.planner.goodput import LASTS, Judge, Late, Promise, Windo
 from scheduler_plugins.planner.inventory import Inventory
 from scheduler_plugins.planner.mix import Mix, name_of, placed
 from scheduler_plugins.planner.papers import distserve, hexgen2, splitwise
-from scheduler_plugins.planner.search import Found, search
+from scheduler_plugins.planner.search import Candidate, search
 from scheduler_plugins.sim.fleet import Fleet
 from scheduler_plugins.sim.report import spread
 
 OURS, COLOCATED = "planner", "colocated"
-SEARCHES: dict[str, Callable[[Judge, Bounds], Found | None]] = {
+SEARCHES: dict[str, Callable[[Judge, Bounds], Candidate | None]] = {
     OURS: search,
     COLOCATED: colocated,
     "distserve, high affinity": distserve.high,
@@ -43,7 +43,7 @@ class Row:
     """A fleet of the table."""
 
     search: str
-    found: Found
+    candidate: Candidate
     gpus: int
     price_per_h: float
     watts: float
@@ -55,20 +55,19 @@ class Row:
 
     @property
     def per_s(self) -> float:
-        return self.found.per_s
+        return self.candidate.per_s
 
     @property
     def binds(self) -> str:
         """What limits it."""
-        most = max(self.late)
-        if most == 0:
-            return "nothing seen"
-        return {0: "prefill", 1: "decode", 2: "link or room"}[list(self.late).index(most)]
+        causes = self.late._asdict()
+        worst = max(causes, key=lambda cause: causes[cause])
+        return worst if causes[worst] else "nothing seen"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that was found."""
+    """Everything that the searches reached."""
 
     inventory: Inventory
     promise: Promise
@@ -96,13 +95,13 @@ class Plan:
     def doubts(self) -> list[str]:
         """What to know before it is believed."""
         kinds = self.inventory.kinds
-        found = [f"{name}: {profile.doubt}" for name, profile in kinds.items() if profile.doubt]
+        doubts = [f"{name}: {profile.doubt}" for name, profile in kinds.items() if profile.doubt]
         if any(profile.errors.mixed is None for profile in kinds.values()):
-            found.append(
+            doubts.append(
                 "steps with both prompts and decoding sequences were not measured: they decide between engines of one "
                 "role and engines that do both, and simulators differ there by up to 16 points"
             )
-        return found
+        return doubts
 
 
 def make(
@@ -135,21 +134,21 @@ def make(
     bounds = Bounds(inventory, Workload.of(requests, promise.tpot_s))
     judge = Judge(windows_of(requests, each), promise, policy, order)
     judge.first_per_s = max(0.1, bounds.of(_likely(bounds)[0]) / 8)
-    rows, known = list[Row](), dict[Fleet, Row]()
+    rows, by_fleet = list[Row](), dict[Fleet, Row]()
     for name, how in SEARCHES.items():
         before = judge.runs
-        if (found := how(judge, bounds)) is None:
+        if (candidate := how(judge, bounds)) is None:
             say(f"{name}: nothing that keeps the promise")
             continue
-        said = f"{found.name} keeps the promise at {found.per_s:.2f} requests a second"
+        said = f"{candidate.name} keeps the promise at {candidate.per_s:.2f} requests a second"
         say(f"{name}: {said} ({judge.runs - before} runs)")
-        same = known.get(found.fleet)
-        if same is None or same.found.copies != found.copies:
-            same = known[found.fleet] = _row(name, found, judge, inventory)
+        same = by_fleet.get(candidate.fleet)
+        if same is None or same.candidate.copies != candidate.copies:
+            same = by_fleet[candidate.fleet] = _row(name, candidate, judge, inventory)
         rows.append(replace(same, search=name))
     if not rows:
         raise PlanError(f"promise: no fleet keeps it at any rate; {_possible(judge, bounds)}")
-    if (most := max(row.found.unit_per_s for row in rows)) > judge.most_per_s * 0.97:
+    if (most := max(row.candidate.unit_per_s for row in rows)) > judge.most_per_s * 0.97:
         raise PlanError(
             f"requests {each * len(judge.windows)}: at {most:.1f} requests a second a window lasts less than {LASTS} promised "
             "first tokens, and every rate is in time; give more --requests, of a longer trace"
@@ -158,7 +157,7 @@ def make(
     if per_s and chosen.per_s < per_s:
         raise PlanError(
             f"per_s {per_s:g}: no fleet keeps the promise at this rate; the best possible is {chosen.per_s:.2f} requests a "
-            f"second ({chosen.found.name}). Add GPUs, or promise less"
+            f"second ({chosen.candidate.name}). Add GPUs, or promise less"
         )
     rest = sorted((row for row in rows if row is not chosen), key=lambda row: -row.per_s)
     most = max(row.per_s for row in rows)
@@ -174,24 +173,25 @@ def _likely(bounds: Bounds) -> list[Mix]:
     return sorted([*front(bounds), *uniform(bounds)], key=bounds.of, reverse=True)
 
 
-def _row(name: str, found: Found, judge: Judge, inventory: Inventory) -> Row:
-    rate = floor(found.unit_per_s * 1e4) / 1e4  # as it is written
-    found = found._replace(per_s=rate * found.copies)
+def _row(name: str, candidate: Candidate, judge: Judge, inventory: Inventory) -> Row:
+    rate = floor(candidate.unit_per_s * 1e4) / 1e4  # as it is written
+    candidate = candidate._replace(per_s=rate * candidate.copies)
     windows = [
-        judge.of_window(found.fleet, n, rate) * found.copies for n in range(len(judge.windows))
+        judge.of_window(candidate.fleet, n, rate) * candidate.copies
+        for n in range(len(judge.windows))
     ]
-    worst, in_time = judge.worst_window(found.fleet, rate)
-    kinds = [(inventory.kinds[kind], n) for kind, _, n in found.mix]
+    worst, in_time = judge.worst_window(candidate.fleet, rate)
+    kinds = [(inventory.kinds[kind], n) for kind, _, n in candidate.mix]
     return Row(
         search=name,
-        found=found,
+        candidate=candidate,
         gpus=sum(profile.gpus * n for profile, n in kinds),
         price_per_h=sum(profile.price_per_h * n for profile, n in kinds),
         watts=sum(profile.watts * n for profile, n in kinds),
         windows=windows,
         worst=worst,
         in_time=in_time,
-        late=judge.late(found.fleet, rate * 1.1, worst),
+        late=judge.late(candidate.fleet, rate * 1.1, worst),
     )
 
 
@@ -208,29 +208,29 @@ def _chosen(rows: Sequence[Row]) -> tuple[Row, str]:
     ratios = [
         ours / max(theirs, 1e-9) for ours, theirs in zip(best.windows, rival.windows, strict=True)
     ]
-    told = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     if min(ratios) >= WORTH:
         return (
             best,
-            f"disaggregated it has {told} times the rate of engines that do both, in the four windows",
+            f"disaggregated it has {shown} times the rate of engines that do both, in the four windows",
         )
     return rival, (
-        f"disaggregation has {told} times its rate in the four windows; it is recommended from {WORTH} times in every "
+        f"disaggregation has {shown} times its rate in the four windows; it is recommended from {WORTH} times in every "
         "window on"
     )
 
 
 def _varied(row: Row, judge: Judge) -> list[tuple[str, float]]:
     """The part in time of the worst window, if traffic is 20 % different."""
-    fleet, rate = row.found.fleet, row.found.unit_per_s
-    found = [
+    fleet, rate = row.candidate.fleet, row.candidate.unit_per_s
+    parts = [
         (f"rate {by:+.0%}", judge.worst_window(fleet, rate * (1 + by))[1]) for by in (-0.2, 0.2)
     ]
     for by in (-0.2, 0.2):
         longer = replace(judge, windows=[_longer(window, 1 + by) for window in judge.windows])
-        found.append((f"lengths {by:+.0%}", longer.worst_window(fleet, rate)[1]))
+        parts.append((f"lengths {by:+.0%}", longer.worst_window(fleet, rate)[1]))
         judge.runs, judge.simulated = longer.runs, longer.simulated
-    return found
+    return parts
 
 
 def _longer(window: Window, times: float) -> Window:

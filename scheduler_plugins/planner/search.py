@@ -24,7 +24,7 @@ from scheduler_plugins.sim.fleet import Fleet
 SIDES = (Role.PREFILL, Role.DECODE)
 
 
-class Found(NamedTuple):
+class Candidate(NamedTuple):
     """A fleet, and the highest rate at which it keeps the promise in every window."""
 
     name: str
@@ -41,34 +41,34 @@ class Found(NamedTuple):
 
 
 def best_of(
-    mixes: Iterable[Mix], judge: Judge, inventory: Inventory, found: Found | None = None
-) -> Found | None:
-    """The best of these mixes in every placement, or `found` if none is 2 % better."""
+    mixes: Iterable[Mix], judge: Judge, inventory: Inventory, best: Candidate | None = None
+) -> Candidate | None:
+    """The best of these mixes in every placement, or `best` if none is 2 % better."""
     for mix in mixes:
         for together in (False, True) if inventory.binds else (False,):
             fleet = placed(mix, inventory, together=together)
             if fleet is None or (together and fleet == placed(mix, inventory)):
                 continue
-            per_s = judge.goodput(fleet, found.per_s if found else 0.0)
+            per_s = judge.goodput(fleet, best.per_s if best else 0.0)
             if per_s > 0:
                 name = name_of(mix) + (", on each node" if together else "")
-                found = Found(name, mix, fleet, per_s)
-    return found
+                best = Candidate(name, mix, fleet, per_s)
+    return best
 
 
-def search(judge: Judge, bounds: Bounds) -> Found | None:
+def search(judge: Judge, bounds: Bounds) -> Candidate | None:
     """The best fleet of prefill and decode engines; None if none keeps the promise."""
     inventory, mixes = bounds.inventory, front(bounds)
     tried = set(mixes)
-    found = best_of(mixes, judge, inventory)
-    while found is not None:
-        near = set(neighbours(found.mix, inventory)) - tried
+    best = best_of(mixes, judge, inventory)
+    while best is not None:
+        near = set(neighbours(best.mix, inventory)) - tried
         tried |= near
-        better = best_of(sorted(near, key=bounds.of, reverse=True), judge, inventory, found)
-        if better is found:
+        better = best_of(sorted(near, key=bounds.of, reverse=True), judge, inventory, best)
+        if better is best:
             break
-        found = better
-    return found
+        best = better
+    return best
 
 
 def neighbours(mix: Mix, inventory: Inventory) -> Iterator[Mix]:

@@ -109,7 +109,7 @@ class FleetFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, 
         return Part(role=part.role, profile=profile, number=part.number, place=place)
 
     def _network(self) -> Network:
-        links, known = self.links, self.profiles.values()
+        links, profiles = self.links, self.profiles.values()
         network = Network(
             bytes_per_s=max(links.rack, links.other),
             device_bytes_per_s=links.device,
@@ -119,9 +119,9 @@ class FleetFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, 
             latency_s=links.latency_s,
         )
         size = next(
-            (profile.kv_bytes_per_token for profile in known if profile.kv_bytes_per_token), None
+            (profile.kv_bytes_per_token for profile in profiles if profile.kv_bytes_per_token), None
         )
-        layers = next((profile.layers for profile in known if profile.layers), None)
+        layers = next((profile.layers for profile in profiles if profile.layers), None)
         return replace(
             network,
             kv_bytes_per_token=network.kv_bytes_per_token if size is None else size,
@@ -132,19 +132,19 @@ class FleetFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def named(kind: str, name: str, known: Mapping[str, T]) -> T:
+def named(kind: str, name: str, by_name: Mapping[str, T]) -> T:
     """The entry of this name.
 
     Raises:
         ValueError: naming the one that was probably meant.
     """
-    if name not in known:
-        near = did_you_mean(name, known) or f"known are {', '.join(known) or 'none'}"
+    if name not in by_name:
+        near = did_you_mean(name, by_name) or f"known are {', '.join(by_name) or 'none'}"
         raise ValueError(f"{kind} '{name}': is not in the file; {near}")
-    return known[name]
+    return by_name[name]
 
 
-def read(path: Path, wanted: type[T]) -> tuple[T, YamlText]:
+def read(path: Path, kind: type[T]) -> tuple[T, YamlText]:
     """A YAML file as this type, and its text, which finds the lines of later mistakes.
 
     Raises:
@@ -168,7 +168,7 @@ def read(path: Path, wanted: type[T]) -> tuple[T, YamlText]:
         pass  # `decode` says where
     text = YamlText(raw, str(path))
     try:
-        return text.decode(wanted), text
+        return text.decode(kind), text
     except ValueError as error:
         raise FleetError(str(error)) from None
 
@@ -179,8 +179,8 @@ def load(path: Path) -> Fleet:
     Raises:
         FleetError: as of `read`; or a part names what is not there, or no engine could answer.
     """
-    found, text = read(path, FleetFile)
+    file, text = read(path, FleetFile)
     try:
-        return found.fleet()
+        return file.fleet()
     except ValueError as error:
         raise FleetError(text.wrong(error)) from None

@@ -179,10 +179,10 @@ class Links:
         return left
 
     def _path(self, source: str, target: str) -> Mapping[_Key, float]:
-        found = self._paths.get((source, target))
-        if found is None:
-            found = self._paths[source, target] = self._new_path(source, target)
-        return found
+        path = self._paths.get((source, target))
+        if path is None:
+            path = self._paths[source, target] = self._new_path(source, target)
+        return path
 
     def _new_path(self, source: str, target: str) -> Mapping[_Key, float]:
         ends = [self._places.get(end, NOWHERE) for end in (source, target)]

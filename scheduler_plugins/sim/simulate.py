@@ -144,13 +144,13 @@ class Scenario:
     def nodes(self) -> list[Node]:
         """Idle engines with empty caches, in the order of the parts: `p0`, `p1`, ..., `d0`, ... or `b0`, ..., and `c0`,
         ..."""
-        found, counts = list[Node](), Counter[str]()
+        nodes, counts = list[Node](), Counter[str]()
         for part in self.parts.parts:
             settings, letter = self._settings(part), _LETTERS[part.role]
             for _ in range(part.number):
-                found.append(Node(f"{letter}{counts[letter]}", part.role, settings))
+                nodes.append(Node(f"{letter}{counts[letter]}", part.role, settings))
                 counts[letter] += 1
-        return found
+        return nodes
 
     def _settings(self, part: Part) -> NodeSettings:
         return NodeSettings(

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from pd_bench.plan import command, stock
 from pd_bench.plan.searches import every_mix, searched
 from scheduler_plugins.planner.command import _generated
+from scheduler_plugins.planner.goodput import Promise
 from scheduler_plugins.planner.mix import gpus_of
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.sim import trace
@@ -35,7 +36,10 @@ def test_the_search_has_what_the_exhaustive_one_has(tmp_path: Path, monkeypatch)
     path = tmp_path / "trace.csv"
     path.write_text("\n".join([*_generated(4000, 60)][:401]) + "\n")
     inventory, requests = stock.nodes("H100", gpus=3), trace.load(path)
-    ours, theirs = (searched(inventory, requests, 60, name) for name in ("planner", "exhaustive"))
+    ours, theirs = (
+        searched(inventory, requests, 60, Promise(0.5, 0.05), name)
+        for name in ("planner", "exhaustive")
+    )
     assert ours.per_s >= 0.97 * theirs.per_s > 0
     assert ours.simulated == 60 * ours.runs
     monkeypatch.setattr(command, "alike", lambda: inventory)

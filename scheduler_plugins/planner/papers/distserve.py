@@ -16,30 +16,30 @@ from scheduler_plugins.planner.bound import Bounds
 from scheduler_plugins.planner.goodput import Judge
 from scheduler_plugins.planner.inventory import TPS, Inventory
 from scheduler_plugins.planner.mix import Mix, fits, mix_of, placed
-from scheduler_plugins.planner.search import Found, best_of
+from scheduler_plugins.planner.search import Candidate, best_of
 from scheduler_plugins.router.policies.base import Role
 
 
-def high(judge: Judge, bounds: Bounds) -> Found | None:
+def high(judge: Judge, bounds: Bounds) -> Candidate | None:
     """The best fleet with one tensor parallelism a side, over all nodes."""
     mixes = sorted(set(_mixes(bounds.inventory)), key=bounds.of, reverse=True)
     return best_of(mixes, judge, bounds.inventory)
 
 
-def low(judge: Judge, bounds: Bounds) -> Found | None:
+def low(judge: Judge, bounds: Bounds) -> Candidate | None:
     """The best pair of sides within a node, copied to each; None if nodes are unlike or there is one."""
     nodes = bounds.inventory.nodes
     if len(nodes) < 2 or len({(node.device, node.gpus) for node in nodes}) > 1:
         return None
     unit = replace(bounds.inventory, nodes=nodes[:1])
     mixes = sorted(set(_mixes(unit)), key=bounds.of, reverse=True)
-    found = best_of(mixes, judge, unit)
-    if found is None:
+    best = best_of(mixes, judge, unit)
+    if best is None:
         return None
     many = len(nodes)
-    mix = mix_of(Counter({(kind, role): n * many for kind, role, n in found.mix}))
-    return found._replace(
-        name=f"{many} x ({found.name})", mix=mix, per_s=found.per_s * many, copies=many
+    mix = mix_of(Counter({(kind, role): n * many for kind, role, n in best.mix}))
+    return best._replace(
+        name=f"{many} x ({best.name})", mix=mix, per_s=best.per_s * many, copies=many
     )
 
 

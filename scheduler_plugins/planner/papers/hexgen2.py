@@ -13,11 +13,11 @@ from scheduler_plugins.planner.bound import Bounds
 from scheduler_plugins.planner.goodput import Judge
 from scheduler_plugins.planner.inventory import Inventory
 from scheduler_plugins.planner.mix import Mix, fits, mix_of
-from scheduler_plugins.planner.search import Found, best_of, neighbours
+from scheduler_plugins.planner.search import Candidate, best_of, neighbours
 from scheduler_plugins.router.policies.base import Role
 
 
-def hexgen2(judge: Judge, bounds: Bounds) -> Found | None:
+def hexgen2(judge: Judge, bounds: Bounds) -> Candidate | None:
     """The fleet that the three phases lead to."""
     inventory = bounds.inventory
     mix = _roles(_groups(inventory), bounds)
@@ -32,7 +32,7 @@ def hexgen2(judge: Judge, bounds: Bounds) -> Found | None:
 
 def _groups(inventory: Inventory) -> list[str]:
     """Phase 1: on each device the smallest groups that hold the model, as far as the budget goes."""
-    found, cost = list[str](), 0.0
+    groups, cost = list[str](), 0.0
     for device in inventory.devices:
         kinds = inventory.of(device)
         if not kinds:
@@ -42,8 +42,8 @@ def _groups(inventory: Inventory) -> list[str]:
             for _ in range(node.gpus // kinds[smallest].gpus if node.device == device else 0):
                 cost += inventory.cost(smallest)
                 if cost <= inventory.most_cost:
-                    found.append(smallest)
-    return found
+                    groups.append(smallest)
+    return groups
 
 
 def _roles(groups: list[str], bounds: Bounds) -> Mix:

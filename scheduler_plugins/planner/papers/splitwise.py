@@ -10,11 +10,11 @@ from scheduler_plugins.planner.bound import Bounds
 from scheduler_plugins.planner.goodput import Judge
 from scheduler_plugins.planner.inventory import Inventory, device_of
 from scheduler_plugins.planner.mix import Mix, fits, mix_of
-from scheduler_plugins.planner.search import Found, best_of
+from scheduler_plugins.planner.search import Candidate, best_of
 from scheduler_plugins.router.policies.base import Role
 
 
-def splitwise(judge: Judge, bounds: Bounds) -> Found | None:
+def splitwise(judge: Judge, bounds: Bounds) -> Candidate | None:
     """The best fleet with one kind of engine a phase."""
     mixes = sorted(set(_mixes(bounds.inventory)), key=bounds.of, reverse=True)
     return best_of(mixes, judge, bounds.inventory)

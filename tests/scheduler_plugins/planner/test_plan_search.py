@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from plan_cases import TWO_NODES, model, requests
 
@@ -136,6 +137,29 @@ def test_pairs_stay_within_nodes_where_the_link_between_them_is_slow(
         assert high.per_s >= low.per_s, (
             "one of two decode engines is not always full with the other"
         )
+
+
+def test_a_full_link_and_a_full_engine_are_told_apart(tmp_path: Path) -> None:
+    mix = mix_of({("H100-tp1", Role.PREFILL): 2, ("H100-tp1", Role.DECODE): 2})
+    path = tmp_path / "inventory.yaml"
+    late = {}
+    for gbit_per_s, kv_tokens in ((16, 400_000), (400, 4000)):
+        path.write_text(
+            f"nodes: [{{name: n, number: 2, device: H100, gpus: 2, nic_gbit_per_s: {gbit_per_s}}}]"
+        )
+        fleet = placed(mix, load(path, model(tmp_path)))
+        assert fleet is not None
+        parts = [
+            msgspec.structs.replace(
+                part, profile=msgspec.structs.replace(part.profile, kv_tokens=kv_tokens)
+            )
+            for part in fleet.parts
+        ]
+        late[gbit_per_s] = judge().late(replace(fleet, parts=tuple(parts)), 12.0, 0)
+    assert late[16].link > 0.2
+    assert late[16].room < 0.1 * late[16].link
+    assert late[400].room > 0.2
+    assert late[400].link < 0.1 * late[400].room
 
 
 def test_colocated_tunes_its_chunk(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import typer
 from rich.console import Console
 
 from pd_bench.command_output import exit_codes, report
-from pd_bench.plan.searches import Searched, front_cpu_s, on_the_other_half, searched
+from pd_bench.plan.searches import TPOT_S, Searched, front_cpu_s, on_the_other_half, searched
 from pd_bench.plan.stock import alike, nodes
 from pd_bench.report import BenchError, Comparison
 from pd_bench.sample import Sample
 from pd_connector.tools.output import Json
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.planner.goodput import Promise
 from scheduler_plugins.planner.plan import SEARCHES
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.trace import TraceError
@@ -24,6 +25,7 @@ from scheduler_plugins.sim.trace import TraceError
 OF_EXHAUSTIVE, ON_OTHER_HALF, MOST_SIMULATED, MOST_FRONT_S = 0.97, 0.95, 300_000.0, 5.0
 PAPERS = tuple(name for name in SEARCHES if name not in ("planner", "colocated"))
 Traces = Annotated[list[Path], typer.Argument(help="Traces: azure_code.csv, Mooncake's.")]
+Ttft = Annotated[float, typer.Option(min=1, help="Promised time to first token.")]
 Each = Annotated[int, typer.Option(min=20, help="Requests of each of four windows.")]
 
 app = typer.Typer(
@@ -34,48 +36,55 @@ app = typer.Typer(
 
 
 @app.command("search")
-def search(traces: Traces, each: Each = 200, json: Json = None) -> None:
+def search(traces: Traces, each: Each = 200, ttft_ms: Ttft = 500, json: Json = None) -> None:
     """Eight H100, tensor parallelism 1, 2, 4: ours beside every mix, and on the other half of the trace."""
     rows, counts = list[Comparison](), list[Comparison]()
+    promise = Promise(ttft_ms / 1e3, TPOT_S)
     with exit_codes(Console(stderr=True)):
         for path in traces:
             requests, inventory = _read(path), alike()
             params: dict[str, str | int | float] = {"trace": path.stem}
             ours, theirs = (
-                searched(inventory, requests, each, name) for name in ("planner", "exhaustive")
+                searched(inventory, requests, each, promise, name)
+                for name in ("planner", "exhaustive")
             )
-            _say(f"{path.stem}: ours {_told(ours)}; exhaustive {_told(theirs)}")
+            _say(f"{path.stem}: ours {_text(ours)}; exhaustive {_text(theirs)}")
             rows.append(_row("rate", params, ours.per_s, theirs.per_s, OF_EXHAUSTIVE))
             counts.append(
                 _row("simulated requests", params, ours.simulated, theirs.simulated, None)
             )
-            halves, plans = on_the_other_half(inventory, requests, each)
-            _say(f"{path.stem}, first half: ours {_told(plans[0])}; exhaustive {_told(plans[1])}")
+            halves, plans = on_the_other_half(inventory, requests, each, promise)
+            _say(f"{path.stem}, first half: ours {_text(plans[0])}; exhaustive {_text(plans[1])}")
             rows.append(
                 _row("rate, other half", params, halves.ours, halves.exhaustive, ON_OTHER_HALF)
             )
-            both = searched(inventory, requests, each, "colocated")
-            _say(f"{path.stem}: engines that do both {_told(both)}")
+            both = searched(inventory, requests, each, promise, "colocated")
+            _say(f"{path.stem}: engines that do both {_text(both)}")
             best = max(ours.per_s, both.per_s)
             rows.append(_row("recommended beside colocated", params, best, both.per_s, 1.0))
     report([("exhaustive", rows), ("exhaustive", counts)], _NOTES, json)
 
 
 @app.command("unlike")
-def unlike(traces: Traces, each: Each = 200, json: Json = None) -> None:
+def unlike(traces: Traces, each: Each = 200, ttft_ms: Ttft = 500, json: Json = None) -> None:
     """A node of eight H100 and one of eight A100: ours beside the searches of papers, and what all took."""
     rows, counts = list[Comparison](), list[Comparison]()
+    promise = Promise(ttft_ms / 1e3, TPOT_S)
     with exit_codes(Console(stderr=True)):
         for path in traces:
             requests, inventory = _read(path), nodes("H100", "A100")
             params: dict[str, str | int | float] = {"trace": path.stem}
-            found = {name: searched(inventory, requests, each, name) for name in SEARCHES}
-            for name, result in found.items():
-                _say(f"{path.stem}, {name}: {_told(result)}")
-            ours = found["planner"]
+            results = {
+                name: searched(inventory, requests, each, promise, name) for name in SEARCHES
+            }
+            for name, result in results.items():
+                _say(f"{path.stem}, {name}: {_text(result)}")
+            ours = results["planner"]
             for name in PAPERS:
-                if found[name].found:
-                    rows.append(_row(f"beside {name}", params, ours.per_s, found[name].per_s, 0.98))
+                if results[name].best:
+                    rows.append(
+                        _row(f"beside {name}", params, ours.per_s, results[name].per_s, 0.98)
+                    )
             counts.append(_row("simulated requests", params, ours.simulated, MOST_SIMULATED, 1.0))
     report([("paper", rows), ("allowed", counts)], _NOTES, json)
 
@@ -96,12 +105,12 @@ def front(traces: Traces, json: Json = None) -> None:
 _NOTES = [
     "simulated, level 2: no engine was run",
     "costs are estimated from data sheets",
-    "a rate is found to 1.5 %, and a fleet replaces another from 2 % on",
+    "a rate is results to 1.5 %, and a fleet replaces another from 2 % on",
 ]
 
 
-def _told(search: Searched) -> str:
-    name = search.found.name if search.found else "nothing"
+def _text(search: Searched) -> str:
+    name = search.best.name if search.best else "nothing"
     took = f"{search.runs} runs, {search.simulated:,} requests"
     return f"{name}, {search.per_s:.2f} a second ({took})"
 
