@@ -57,17 +57,19 @@ def hello(
 ) -> messages.Hello:
     """A consumer's first message, to any engine: each transfer names the engine that it needs, and `Welcome` says which
     engine has answered."""
+    plain = geometry.needs_schema == 1
     return messages.Hello(
         newest=messages.SCHEMA,
-        oldest=messages.OLDEST_SCHEMA,
+        oldest=messages.oldest_schema(geometry),
         engine_id=identity.engine_id,
         expected_engine_id="",
         facts=identity.facts,
-        geometry=geometry,
+        geometry=geometry if plain else messages.UNTOLD,
         codecs=list(codecs),
         transports={transport.name: transport.address() for transport in transports},
         readable=[transport.name for transport in transports if transport.readable],
         needs=list(identity.needs),
+        extended=msgspec.UNSET if plain else geometry,
     )
 
 
@@ -82,13 +84,14 @@ def check_hello(
     Raises:
         RefusedError: the two ranks do not fit together.
     """
-    schema = messages.common_schema(message.newest, message.oldest)
+    oldest = messages.oldest_schema(geometry)
+    schema = messages.common_schema(message.newest, message.oldest, oldest)
     if schema is None:
         spoken = f"{message.oldest}-{message.newest}"
-        older = "consumer" if message.newest < messages.OLDEST_SCHEMA else "producer"
+        older = "consumer" if message.newest < oldest else "producer"
         raise RefusedError(
             Cause.VERSION,
-            f"wire schema: producer speaks {_our_schemas()}, consumer {spoken}: upgrade pd-connector on the {older}",
+            f"wire schema: producer speaks {_schemas(geometry)}, consumer {spoken}: upgrade pd-connector on the {older}",
         )
     if message.expected_engine_id not in ("", identity.engine_id):
         raise RefusedError(
@@ -97,14 +100,14 @@ def check_hello(
             "(restarted since?)",
         )
     mine, theirs = identity.facts, message.facts
-    _check_model(mine, theirs, message.geometry)
+    _check_model(mine, theirs, message.cache)
     if missing := unsent(message.needs, identity.tells):
         raise RefusedError(
             Cause.WORDS,
             f"engine {identity.engine_id} does not send {missing} with its KV, and engine "
             f"{message.engine_id} cannot go on without it",
         )
-    source, destination = _shared(geometry, mine, theirs), _shared(message.geometry, mine, theirs)
+    source, destination = _shared(geometry, mine, theirs), _shared(message.cache, mine, theirs)
     return schema, _routes(source, destination, codecs, message.codecs, schema)
 
 
@@ -116,10 +119,10 @@ def check_welcome(
     Raises:
         RefusedError: the two ranks do not fit together.
     """
-    if not messages.OLDEST_SCHEMA <= message.schema <= messages.SCHEMA:
+    if not messages.oldest_schema(geometry) <= message.schema <= messages.SCHEMA:
         raise RefusedError(
             Cause.VERSION,
-            f"wire schema: producer chose {message.schema}, consumer speaks {_our_schemas()}",
+            f"wire schema: producer chose {message.schema}, consumer speaks {_schemas(geometry)}",
         )
     if message.slot_bytes < (least := RULES[message.schema].min_chunk_bytes):
         detail = f"the producer's slots have {message.slot_bytes} bytes, must have {least} at least"
@@ -153,8 +156,9 @@ def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[T
     raise RefusedError(Cause.NO_TRANSPORT, f"consumer offers {offered}; here {'; '.join(problems)}")
 
 
-def _our_schemas() -> str:
-    return f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
+def _schemas(geometry: Geometry) -> str:
+    """The schemas that this rank speaks."""
+    return f"{messages.oldest_schema(geometry)}-{messages.SCHEMA}"
 
 
 def _check_model(producer: ModelFacts, consumer: ModelFacts, destination: Geometry) -> None:

@@ -17,7 +17,7 @@ from pd_connector.kv.coding import Elements, Part
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.copiers import Copier, as_tensor
 from pd_connector.pages.row_matrix import Words
-from pd_connector.pages.spans import Index
+from pd_connector.pages.spans import Index, common_tokens
 from pd_connector.pages.tiles import untiled
 from pd_connector.plan.chunks import Chunk, planes
 from pd_connector.plan.route import Route
@@ -48,7 +48,7 @@ def distances(
     """Compare a payload with the pages that hold the chunk's tokens.
 
     Args:
-        pages: ids of `chunk.pages(route.destination.page_size)`; -1: no longer here, and not compared.
+        pages: ids of `chunk.destination_pages(route)`; -1: no longer here, and not compared.
         payload: uint8 `[chunk.nbytes(route)]`, only read.
 
     Returns:
@@ -57,14 +57,13 @@ def distances(
     Raises:
         IndexError: a page is outside this cache.
     """
-    size = route.destination.page_size
-    numbers = np.asarray(chunk.pages(size))
+    numbers = np.asarray(chunk.destination_pages(route))
     here = np.asarray(pages) >= 0
     if not here.any():
         return []
     present = [max(page, 0) for page in pages]
-    tokens = np.arange(chunk.first_token, chunk.stop_token)
-    page_of_token = tokens // size - numbers[0]
+    tokens = _tokens(route, chunk)
+    page_of_token = tokens // route.destination_page_tokens - numbers[0]
     kept = here[page_of_token]
     tokens, page_of_token = tokens[kept], page_of_token[kept]
     begins = np.flatnonzero(np.diff(page_of_token, prepend=-1))
@@ -96,6 +95,14 @@ def distances(
     return results
 
 
+def _tokens(route: Route, chunk: Chunk) -> Index:
+    """The first token of each entry of the chunk: those that both sides hold."""
+    if route.stripes is None:
+        return np.arange(chunk.first_token, chunk.stop_token, route.source.state_tokens)
+    shared = common_tokens(route.stripes, chunk.first_token, chunk.stop_token)
+    return shared[:: route.source.state_tokens]
+
+
 _Pair = tuple[int, Part, torch.Tensor, torch.Tensor]
 """Layer, K or V, and the tensors here and received: `[head, token, dim]`, in this cache's dtype."""
 
@@ -120,7 +127,7 @@ def _coded(
         theirs = load_codec(route.codec).decode(plane.part, coded, plane.shape, source, target)
         view = layers.view(plane)[:, heads]
         ours = torch.empty(plane.shape, dtype=view.dtype, device=device)
-        span = layers.tokens(chunk, plane.layer, route.destination, pages)
+        span = layers.destination_tokens(route, chunk, plane.layer, pages)
         copier.read(view, span, ours)
         yield plane.layer, plane.part, ours, theirs.view(view.dtype).view(plane.shape)
 
@@ -136,8 +143,13 @@ def _verbatim(
     """Whole pages as the cache stores them: the payload is viewed with the strides of the cache's own pages."""
     group = route.destination
     heads = slice(route.destination_head, route.destination_head + len(route.heads))
-    base = chunk.first_token // group.page_size * group.page_size
-    tokens = slice(chunk.first_token - base, chunk.stop_token - base)
+    # Places of the chunk's entries from the first page's first entry on.
+    held = _tokens(route, chunk)
+    if route.stripes is not None:
+        _, size, interleave = route.stripes.destination
+        held = held // (interleave * size) * interleave + held % interleave
+    base = chunk.destination_pages(route).start * group.page_entries
+    tokens = held // group.state_tokens - base
     first = 0
     for layer in chunk.layers(route):
         planes, index = layers.rows_of_pages(layer, group, heads, pages)

@@ -145,7 +145,7 @@ class KernelPages:
         """Queue the kernel that copies a chunk out of its pages.
 
         Args:
-            pages: ids of `chunk.pages(route.source.page_size)`.
+            pages: ids of `chunk.source_pages(route)`.
             payload: uint8 `[chunk.nbytes(route)]`, dense, on the cache's device, aligned to 16
                 bytes; every byte is written.
 
@@ -163,7 +163,7 @@ class KernelPages:
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: torch.Tensor
     ) -> torch.Tensor | None:
         """Queue the kernel that copies a payload into its pages; see `gather`. `payload` is only read. `pages`
-        are ids of `chunk.pages(route.destination.page_size)`. The sums are those of the bytes that were read."""
+        are ids of `chunk.destination_pages(route)`. The sums are those of the bytes that were read."""
         launch = self._launch(route, chunk, pages, payload, gathers=False)
         return launch and _run(scatter_pages, launch)
 

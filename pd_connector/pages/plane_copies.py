@@ -15,6 +15,7 @@ from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.comparing import distances
 from pd_connector.pages.copiers import Copier, HostCopier, TorchCopier, as_tensor
 from pd_connector.pages.row_matrix import Words
+from pd_connector.pages.state_copies import gather_states, scatter_states
 from pd_connector.plan.chunks import Chunk, Plane, planes
 from pd_connector.plan.route import Route
 from pd_connector.protocol.consuming.audit import Distance, can_compare
@@ -45,6 +46,9 @@ class PlaneCopies:
 
     def gather(self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words) -> None:
         """Fill a payload, uint8 `[chunk.nbytes(route)]`; see `PagedCache.gather`."""
+        if route.section is not None:
+            gather_states(self._layers.states, route, chunk, pages, payload)
+            return
         heads = slice(route.source_head, route.source_head + len(route.heads))
         if chunk.verbatim:
             where = route, chunk, route.source, heads, pages
@@ -52,7 +56,7 @@ class PlaneCopies:
                 self.copier.take_rows(rows, index, part)
             return
         for plane in planes(route, chunk):
-            span = self._layers.tokens(chunk, plane.layer, route.source, pages)
+            span = self._layers.source_tokens(route, chunk, plane.layer, pages)
             view = self._layers.view(plane)[:, heads]
             out = torch.from_numpy(payload[plane.offset : plane.offset + plane.nbytes])
             if route.codec == "raw" and not self._on_gpu:  # the bits unchanged
@@ -68,6 +72,9 @@ class PlaneCopies:
 
     def scatter(self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words) -> None:
         """Write a payload into pages; see `PagedCache.scatter`. The payload is only read."""
+        if route.section is not None:
+            scatter_states(self._layers.states, route, chunk, pages, payload)
+            return
         heads = slice(route.destination_head, route.destination_head + len(route.heads))
         if chunk.verbatim:
             where = route, chunk, route.destination, heads, pages
@@ -83,7 +90,7 @@ class PlaneCopies:
                 _elements(route.source, plane),
                 _elements(route.destination, plane),
             )
-            span = self._layers.tokens(chunk, plane.layer, route.destination, pages)
+            span = self._layers.destination_tokens(route, chunk, plane.layer, pages)
             self.copier.write(self._layers.view(plane)[:, heads], span, decoded)
 
     def fill(

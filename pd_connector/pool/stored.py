@@ -45,11 +45,22 @@ def describe(cache: PagedCache, codec: AtRest = "raw") -> Form:
     """
     geometry = cache.geometry
     form: list[Run] = []
+    if geometry.shard.cp_size > 1:
+        raise UnsupportedGeometryError(
+            f"{geometry.shard.cp_size} context-parallel ranks share the tokens of a chunk: the pool cannot keep it; "
+            "serve this model without `pool`"
+        )
     for group in geometry.groups:
+        where = f"layers {group.layers[0]}-{group.layers[-1]}"
         if group.kind == "state":
             raise UnsupportedGeometryError(
-                f"layers {group.layers[0]}-{group.layers[-1]} have recurrent state, which has no chunks: "
+                f"{where} have recurrent state, which has no chunks: "
                 "the pool cannot keep it; serve this model without `pool`"
+            )
+        if group.state_tokens > 1:
+            raise UnsupportedGeometryError(
+                f"{where} keep one entry for {group.state_tokens} tokens: the pool cannot keep it; serve this model "
+                "without `pool`"
             )
         kept = kept_layers(geometry.shard, group)
         if kept and codec != RAW.name and group.dtype in CODED_DTYPES:

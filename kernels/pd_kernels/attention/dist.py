@@ -64,7 +64,7 @@ class Placement:
         sequences = [sequence for sequence, ranks in enumerate(self.holders) if rank in ranks]
         return sorted(sequences, key=lambda sequence: self.owners[sequence])
 
-    def asked(self, owner: int, holder: int) -> list[int]:
+    def requested(self, owner: int, holder: int) -> list[int]:
         """The rows of an owner's queries that a holder attends with."""
         own = enumerate(self.own(owner))
         return [row for row, sequence in own if holder in self.holders[sequence]]
@@ -198,10 +198,10 @@ def dist_attention(
         )
     mail = _Mail(rank, group)
     queries = query.new_empty(len(held), *query.shape[1:])
-    sources = [len(placement.asked(owner, rank)) for owner in range(ranks)]
+    sources = [len(placement.requested(owner, rank)) for owner in range(ranks)]
     for peer, there in enumerate(queries.split(sources)):
         mail.receive([there], peer)
-        rows = placement.asked(rank, peer)
+        rows = placement.requested(rank, peer)
         mail.send([query if len(rows) == len(query) else query[rows]], peer)
     mail.deliver()
     partials = _attend(queries, shard, placement.newest(rank), attend)
@@ -236,7 +236,7 @@ def _return(
     out: torch.Tensor | None,
 ) -> Partials:
     """Return partials to the ranks that sent queries, and merge those that come back."""
-    requested = {peer: placement.asked(mail.rank, peer) for peer in range(len(sources))}
+    requested = {peer: placement.requested(mail.rank, peer) for peer in range(len(sources))}
     requested = {peer: rows for peer, rows in requested.items() if rows}
     outs = query.new_empty(max(1, len(requested)), *query.shape, dtype=torch.float32)
     lses = outs.new_full(outs.shape[:-1], -torch.inf)

@@ -36,6 +36,7 @@ from pd_connector.protocol.consuming.incoming import (
     Held,
     IncomingChunk,
     Load,
+    PlaceStates,
     Stalled,
     Tell,
 )
@@ -231,6 +232,11 @@ class ConsumerSide:
                 case IncomingChunk() as chunk:
                     pending.extend(
                         self._consumer.landings.placed(chunk, *self._receiver.place(chunk), now)
+                    )
+                case PlaceStates(transfer, request):
+                    placed = self._receiver.place_states(transfer, request)
+                    pending.extend(
+                        self._consumer.landings.states_placed(transfer, request, *placed, now)
                     )
                 case Stalled(source):
                     self._keeper.stalled(source, now)

@@ -94,6 +94,7 @@ class ReceivePipeline:
     | `Pieces`, in an audit | the same | none: copied beside them, and compared | of the copy |
     | `Destination` | sealed slot written | the transport has opened each record into them | none: tags |
     | bytes | any other, or a sealed slot that arrived in a landing slot | scattered; in an audit, compared | of the slot, after the copy; none if `verified` |
+    | bytes of a state | the same | copied apart; `place_states` scatters all of a load at once | of the copy; none if `verified` |
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class ReceivePipeline:
         self._pairs = pairs
         self._reading: dict[Key, int] = {}  # the number that `Taken` repeats
         self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: (request, fence)
+        # By request: chunks of states that were verified, each with a copy of its payload.
+        self._states: dict[str, list[tuple[IncomingChunk, memoryview]]] = {}
 
     def fill_after(self, load: Load, fence: Any) -> None:
         """Fill the load's pages only after the device's work before `fence`: that work may still write them for the
@@ -118,7 +121,8 @@ class ReceivePipeline:
         self._loads.setdefault(load.transfer, (load.request, fence))
 
     def forget(self, request: str) -> None:
-        """Forget what `fill_after` said of this request."""
+        """Forget what `fill_after` said of this request, and the states that were kept for it."""
+        self._states.pop(request, None)
         self._loads = {t: load for t, load in self._loads.items() if load[0] != request}
 
     def is_reading(self, source: Source, slot: int) -> bool:
@@ -209,6 +213,8 @@ class ReceivePipeline:
             if chunk.comparison is None:
                 return self._pull(chunk, payload, path), ()
             return self._pull_apart(chunk, payload, path, fence)
+        if chunk.route.section is not None and chunk.comparison is None:
+            return self._keep_state(chunk, payload), ()
         distances: Sequence[Distance] = ()
         if chunk.comparison is None:
             self._cache.scatter(chunk.route, chunk.planned, chunk.pages, payload, fence)
@@ -218,6 +224,31 @@ class ReceivePipeline:
             # Its transport has checked every byte, and no other process can write them.
             return b"", distances
         return self._cache.last_checksum or _checksum(payload), distances
+
+    def _keep_state(self, chunk: IncomingChunk, payload: Payload) -> bytes:
+        """Copy a chunk of a state out of its landing slot, which is lent again at once; returns the checksum of the
+        copy."""
+        if isinstance(payload, memoryview):
+            memory = memoryview(np.frombuffer(payload, np.uint8).copy().data)
+        else:
+            memory = payload.to_host()
+        self._states.setdefault(chunk.request, []).append((chunk, memory))
+        if chunk.verified and not chunk.header.checksum:
+            return b""
+        return checksum_of(memory)
+
+    def place_states(self, request: str) -> None:
+        """Write all states of a load into their pages: the rest of it is verified.
+
+        Raises:
+            RevokedError: the request was dropped. No page has been written.
+            AbandonedError: as for `place`.
+        """
+        kept = self._states.pop(request, [])
+        with self._gate.touching(request):
+            for chunk, payload in kept:
+                _, fence = self._loads[chunk.header.transfer]
+                self._cache.scatter(chunk.route, chunk.planned, chunk.pages, payload, fence)
 
     def destination(
         self, chunk: IncomingChunk, awaited: Callable[[IncomingChunk], bool]
@@ -357,14 +388,32 @@ class ChunkReceiver:
         session = self._sessions.get(chunk.source)
         assert session is not None
         assert session.path is not None  # it has been granted the slot
+        path = session.path
+        return self._placed(
+            chunk.header.transfer, lambda: self._receive_pipeline.place(chunk, path)
+        )
+
+    def place_states(self, transfer: str, request: str) -> tuple[Cause | None, str]:
+        """Write the states of a load into their pages. Returns what went wrong, as (cause, detail)."""
+
+        def place() -> tuple[None, str]:
+            self._receive_pipeline.place_states(request)
+            return None, ""
+
+        return self._placed(transfer, place)
+
+    def _placed(
+        self, transfer: str, place: Callable[[], tuple[Cause | None, str]]
+    ) -> tuple[Cause | None, str]:
+        """What `place` returns, or what its exception means."""
         try:
-            return self._receive_pipeline.place(chunk, session.path)
+            return place()
         except RevokedError:
             return Cause.ABORTED, "the request was dropped"
         except AbandonedError:
             raise
         except Exception as error:  # a codec or transport, which may be another package's
-            logger.exception("a chunk of transfer %s was not placed", chunk.header.transfer)
+            logger.exception("a chunk of transfer %s was not placed", transfer)
             self._telemetry.count("session_errors")
             return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
 

@@ -69,7 +69,7 @@ def now_s() -> float:
 def clock(catalog: sqlite3.Connection) -> int:
     """The next value of the clock of uses."""
     catalog.execute("UPDATE counters SET value = value + 1 WHERE name = 'clock'")
-    return one(catalog, "SELECT value FROM counters WHERE name = 'clock'")
+    return number_in(catalog, "SELECT value FROM counters WHERE name = 'clock'")
 
 
 def touch(catalog: sqlite3.Connection, keys: Iterable[bytes]) -> None:
@@ -163,6 +163,6 @@ def removed(catalog: sqlite3.Connection, gone: Iterable[Part | Evicted]) -> None
                 )
 
 
-def one(catalog: sqlite3.Connection, query: str, *values: object) -> int:
+def number_in(catalog: sqlite3.Connection, query: str, *values: object) -> int:
     """The first number of the answer."""
     return int(catalog.execute(query, values).fetchone()[0])

@@ -85,7 +85,7 @@ def audit(
 def named(url: str, ask: Ask) -> Ask:
     """Ask so that an error names the engine."""
 
-    def asked(path: str, body: Mapping[str, Any] | None) -> str:
+    def ask_named(path: str, body: Mapping[str, Any] | None) -> str:
         try:
             return ask(path, body)
         except SilentPeerError as error:
@@ -94,7 +94,7 @@ def named(url: str, ask: Ask) -> Ask:
         except PeerError as error:
             raise PeerError(f"{url}: {error}") from None
 
-    return asked
+    return ask_named
 
 
 def look(url: str, ask: Ask) -> Engine:

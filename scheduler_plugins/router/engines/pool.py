@@ -225,7 +225,7 @@ class EnginePool(Pool):
         return self._watches[engine].ask
 
     def look_again(self, engine: BackendEngine) -> None:
-        """The engine may be on another side than is known: ask it."""
+        """Ask the engine for its side, which may have changed."""
         if engine in self._watches:
             self._watches[engine].identify_again()
 
@@ -254,7 +254,7 @@ class EnginePool(Pool):
         await self.caches.close()
 
     def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
-        # Every request teaches a little; others hear of it only when the costs have changed.
+        # Every request improves the cost model a little. Publish the costs only when they have changed.
         if engine.learn(load, duration_s):
             for other in self._watches:
                 assume_costs(other, self._watches)

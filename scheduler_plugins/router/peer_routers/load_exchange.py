@@ -101,7 +101,7 @@ class PeerRouters:
         self._gauge = metrics.fellows
         self._complete_s: float | None = None
         self._missed = False
-        self._named = 0  # other routers that this one should hear
+        self._named = 0  # number of peers in the settings
 
     async def run(self, exchange: str, fellows: Collection[str]) -> None:
         """Send and receive until cancelled. Raises zmq.ZMQError if the address cannot be bound."""
@@ -119,7 +119,7 @@ class PeerRouters:
                     socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
                     keep_alive(
                         socket
-                    )  # who only hears would wait at a forgotten connection for ever
+                    )  # a subscriber sends nothing, so it would never notice a dead connection
                 if exchange:
                     telling.bind(exchange)
                 hearing.setsockopt(zmq.SUBSCRIBE, b"")
@@ -239,8 +239,8 @@ class PeerRouters:
                 self._counts.put(FELLOWS_ROW, slot, sums)
 
     def _leads(self) -> bool:
-        """Whether this router decides on roles: its name is the smallest of those that hear each other. A router that
-        should hear others, and hears none, leaves roles as they are."""
+        """Whether this router decides on roles: its name is the smallest of all routers that it receives from. A
+        router that should receive from others, and does not, leaves roles as they are."""
         return all(self._name < name for name in self._heard) and bool(
             self._heard or not self._named
         )

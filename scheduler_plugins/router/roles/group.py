@@ -17,9 +17,9 @@ from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move, Role
 from scheduler_plugins.router.roles.history import History, Seen
 
 PROMISE_S = 60.0
-"""Promises are those of the arrivals of this time."""
+"""SLOs are read from the arrivals within this time."""
 TOLD_S = 10.0
-"""Without known costs of decode, the time per token is that of answers which ended within this time."""
+"""If decode costs are unknown, the time per token comes from the answers that ended within this time."""
 LEAST_ANSWERS = 10
 """A mean length of fewer answers than this says little: answers of a longer time count then."""
 
