@@ -20,8 +20,9 @@ from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.engine_facts import EngineFacts
-from pd_connector.vllm.handoff.fetching import Fetching, fetched_tokens
+from pd_connector.vllm.handoff.fetching import Fetching
 from pd_connector.vllm.handoff.ignored import IgnoredParams
+from pd_connector.vllm.handoff.last_token import leave_last_token
 from pd_connector.vllm.handoff.movable import check_movable
 from pd_connector.vllm.handoff.no_handoff_requests import NoHandoffRequests
 from pd_connector.vllm.handoff.offers import Offers
@@ -55,7 +56,7 @@ class SchedulerSide:
     """
 
     def __init__(self, config: Config, engine: EngineFacts) -> None:
-        windows, ranks = engine.windows, engine.ranks
+        windows, states, ranks = engine.windows, engine.states, engine.ranks
         self.telemetry = Telemetry()
         self._ignored = IgnoredParams(self.telemetry)
         self._no_handoff = NoHandoffRequests(self.telemetry, max(windows.page_sizes, default=0))
@@ -72,10 +73,12 @@ class SchedulerSide:
         elsewhere = engine.embeddings_come or not engine.consumes
         uncomputable = Uncomputable(encoded_elsewhere=elsewhere)
         known = self._status, unfilled, uncomputable, self.identity.adapters
-        self._fetching = Fetching(config, windows, ranks, self.telemetry, *known)
+        self._fetching = Fetching(config, windows, states, ranks, self.telemetry, *known)
         self._status.add(*self._fetching.rules)
         address = transfer_params.ProducerAddress(engine.engine_id, consumes=engine.consumes)
-        self.offers = Offers(windows, self._status, address, streams=config.overlap != "off")
+        self.offers = Offers(
+            windows, states, self._status, address, streams=config.overlap != "off"
+        )
         self._parts: list[Part] = [self._fetching, self.offers]
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
@@ -131,6 +134,9 @@ class SchedulerSide:
                     self._no_handoff.note(request.num_prompt_tokens, request.kv_transfer_params)
                 return
             check_movable(request, parsed, whole=self._engine.attends_ahead)
+            offers = parsed.do_remote_decode and not parsed.describe
+            if offers and self._engine.produces and self._engine.states:
+                leave_last_token(request)
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
@@ -265,7 +271,7 @@ class SchedulerSide:
             return
         watch = parsed.wait and self._config.defer_pages
         self._no_handoff.used()
-        identity = self._identity_of(request, fetched_tokens(request, parsed))
+        identity = self._identity_of(request, self._fetching.tokens(request, parsed))
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
         if identity is None:  # its pages are not needed
             self._commands.append(Drop(request.request_id, Cause.MODEL))

@@ -233,7 +233,9 @@ def _layer_facts(
         module = modules.get(name)
         attention = "" if module is None else _attention_text(module)
         rotation = None if module is None else rotation_text(module)
-        if rotation is None:
+        if module is not None and (kind := getattr(module, "mamba_type", None)):
+            attention, rotation = f"state of {kind.name}", ""
+        elif rotation is None:
             rotation = _configured_rotation(vllm_config, served)
         alike.setdefault((label, attention, rotation), []).append(number)
     return tuple(
