@@ -8,8 +8,6 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from pd_connector.agent.agent_thread import AgentThread
 from pd_connector.agent.at_exit import close_at_exit
 from pd_connector.agent.commands import (
@@ -30,7 +28,7 @@ from pd_connector.agent.taken_back import TakenBack
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
-from pd_connector.kv.model import ModelFacts
+from pd_connector.kv.model import ModelFacts, knowing
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import model_root
@@ -184,7 +182,7 @@ class Agent:
             if isinstance(command, ChangeModel):
                 self._facts = command.facts  # also of an agent that is started again
             if isinstance(command, KnowWeights):
-                self._facts = msgspec.structs.replace(self._facts, weights_full=command.full)
+                self._facts = knowing(self._facts, command.weights, command.draft)
             self._pending_outcomes.expect(command)
             self._commands.put(command, fence)
 
@@ -214,6 +212,11 @@ class Agent:
         """
         self._thread.abandon_if_hung()
         return self._pending_outcomes.drain()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What peers are told of the model, as it was submitted last."""
+        return self._facts
 
     @property
     def pool_model(self) -> bytes:

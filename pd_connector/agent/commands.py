@@ -81,10 +81,18 @@ class ChangeModel(NamedTuple):
     facts: ModelFacts
 
 
-class KnowWeights(NamedTuple):
-    """All bytes of the weights that the engine serves have been read now: their fingerprint."""
+class ReadWeights(NamedTuple):
+    """So many bytes of the files of the weights have been read now."""
 
-    full: bytes
+    read_bytes: int
+    nbytes: int  # of all files
+
+
+class KnowWeights(NamedTuple):
+    """All bytes of the weights that the engine serves have been read now: their fingerprint, and the draft model's."""
+
+    weights: bytes
+    draft: bytes
 
 
 Command = (
@@ -98,6 +106,7 @@ Command = (
     | Drop
     | Distrust
     | ChangeModel
+    | ReadWeights
     | KnowWeights
     | Save
     | Fill

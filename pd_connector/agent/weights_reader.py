@@ -1,86 +1,159 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads all bytes of the weights that an engine has loaded, beside its work.
+"""Reads all bytes of the weights that an engine loads, beside its work.
 
-Samples are read at once, and let KV pass. They do not show one row of a table of embeddings. So all bytes follow:
-at several GB/s, mostly out of the page cache into which the engine has just read them.
+Nothing is handed over, loaded from the pool or saved before they were read. So reading begins when the engine begins to
+load them, and goes on while it compiles and captures graphs: mostly out of the page cache, into which the engine reads
+the same files. What was read once is in a cache on disk, and known at once.
 """
 
+import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import pd_connector
 from pd_connector.kv.checkpoint_files import CheckpointFiles
-from pd_connector.kv.weights import full_fingerprint, read_weights
+from pd_connector.kv.weights import cache_file, known_fingerprint, usable
+from pd_connector.remedies import weights_read
 
 logger = logging.getLogger("pd_connector.agent.weights_reader")
 
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from pd_connector.agent.weights_program import main; main()"
+)
+_ROOT = str(Path(pd_connector.__file__).parents[1])
+_SAY_S = 10.0
+"""Time between two lines of the log while weights are read."""
+
 
 class WeightsReader:
-    """Starts its thread when made.
+    """Reads one checkpoint. Starts when made. At its end `part.weights` is set, or `part.problem`.
 
     Args:
-        parts: the checkpoints that the model consists of, in the order of `kv.weights.read_weights`, which has
-            taken samples of them. They are closed when they were read.
-        cache: see `full_fingerprint`.
-        tell: called with the fingerprint by the thread, unless it was stopped before.
+        part: its files stay open until their owner closes them.
+        cache: see `kv.weights.fingerprint`.
+
+    Attributes:
+        read_bytes: how many are known so far.
+        stopped: nobody wants to know any more.
     """
 
-    def __init__(
-        self, parts: Sequence[CheckpointFiles], cache: Path | None, tell: Callable[[bytes], None]
-    ) -> None:
-        self._parts = tuple(parts)
-        self._cache = cache
-        self._tell = tell
-        self._stopped = False
-        self._telling = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="pd-weights", daemon=True)
+    def __init__(self, part: CheckpointFiles, cache: Path | None) -> None:
+        self.part = part
+        self.read_bytes = 0
+        self._tell: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._lock = threading.Lock()
+        self.stopped = self._over = False
+        self._program: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        with suppress(OSError, ValueError):
+            part.weights = part.weights or known_fingerprint(part.files, cache)
+        if part.weights or part.problem:
+            self.read_bytes = part.nbytes
+            return
+        self._thread = threading.Thread(
+            target=self._run, args=(cache,), name="pd-weights", daemon=True
+        )
         self._thread.start()
 
-    @property
-    def reads(self) -> bool:
-        """Whether it has yet to tell what it finds."""
-        return not self._stopped and self._thread.is_alive()
+    def tell(self, progressed: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Call these from its thread: `progressed` now and then, `ended` once, at its end. If it has ended, `ended` is
+        called now; if it is stopped before, never."""
+        with self._lock:
+            if self._thread is not None and not self._over:
+                self._tell.append((progressed, ended))
+                return
+        ended()
 
     def stop(self) -> None:
-        """These weights are not those that the engine serves any more: nothing is told after this."""
-        with self._telling:
-            self._stopped = True
+        """Nobody wants to know any more."""
+        with self._lock:
+            self.stopped = True
+            self._tell.clear()
+            if self._program is not None:
+                self._program.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for its end; returns whether it has come."""
+        """Wait for the end of its thread; returns whether it has come."""
+        if self._thread is None:
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
-        began = time.monotonic()
+    def _run(self, cache: Path | None) -> None:
+        began = said = time.monotonic()
+        weights, problem = b"", ""
         try:
-            full = self._read()
+            for kind, value in self._lines(usable(cache)):
+                if kind == "read":
+                    self.read_bytes = min(int(value), self.part.nbytes)
+                    for progressed, _ in list(self._tell):
+                        progressed()
+                else:
+                    weights = bytes.fromhex(value)
+                if time.monotonic() >= said + _SAY_S:
+                    said = time.monotonic()
+                    logger.info("%s", weights_read(self.read_bytes, self.part.nbytes))
+            if not weights:
+                problem = "the program that reads them has failed; this log has its error"
         except (OSError, ValueError) as error:
-            logger.warning("weights are compared by samples only: %s", error)
-            return
-        finally:
-            nbytes = sum(file.size for part in self._parts for file in part.files)
-            for part in self._parts:
-                part.close()
-        with self._telling:
-            if self._stopped or not full:
+            problem = f"they cannot be read: {error}"
+        with self._lock:
+            if self.stopped:
                 return
-            took_s = time.monotonic() - began
-            logger.info(
-                "all bytes of the weights are known: %.3g GB in %.3g s", nbytes / 1e9, took_s
-            )
-            self._tell(full)
+            self._over = True
+            self.part.look()
+            self.part.problem = self.part.problem or problem
+            if not self.part.problem:
+                self.part.weights, self.read_bytes = weights, self.part.nbytes
+                gb, took_s = self.part.nbytes / 1e9, time.monotonic() - began
+                logger.info("all bytes of the weights are known: %.3g GB in %.3g s", gb, took_s)
+        for _, ended in self._tell:
+            ended()
 
-    def _read(self) -> bytes:
-        for part in self._parts:
-            assert part.weights is not None, "samples are taken first"
-            full = full_fingerprint(part.files, self._cache, lambda: self._stopped)
-            if not full:
-                return b""
-            part.look()
-            if part.problem:
-                raise ValueError(part.problem)
-            part.weights = part.weights._replace(full=full)
-        return read_weights(self._parts).full
+    def _lines(self, cache: Path | None) -> Iterator[list[str]]:
+        """What the program prints, until it ends."""
+        own = {core for task in os.listdir("/proc/self/task") for core in _cores(int(task))}
+        os.sched_setaffinity(0, own)  # an engine may have bound its threads to one core each
+        files = [(str(file.path), file.descriptor) for file in self.part.files]
+        told = json.dumps([str(cache) if cache else None, files])
+        command = [sys.executable, "-P", "-c", _PROGRAM, _ROOT]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[descriptor for _, descriptor in files],
+            text=True,
+        ) as program:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            with self._lock:
+                self._program = program
+                if self.stopped:
+                    program.kill()
+            program.stdin.write(told + "\n")
+            program.stdin.flush()
+            for line in program.stdout:
+                yield line.split()
+
+
+def reading(part: CheckpointFiles) -> WeightsReader:
+    """The reader of a checkpoint. Its reading has begun before, or begins now."""
+    if part.reader is None or part.reader.stopped:
+        part.reader = WeightsReader(part, cache_file())
+    found: WeightsReader = part.reader
+    return found
+
+
+def _cores(task: int) -> set[int]:
+    try:
+        return os.sched_getaffinity(task)
+    except OSError:  # it has just ended
+        return set()

@@ -28,7 +28,13 @@ from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
-from pd_connector.sglang.model import kv_heads, kv_scales, loaded_files, model_facts
+from pd_connector.sglang.model import (
+    kv_heads,
+    kv_scales,
+    loaded_files,
+    loaded_weights,
+    model_facts,
+)
 from pd_connector.sglang.prefill_engines import Found, PrefillEngines, look_up_often
 from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
@@ -37,12 +43,12 @@ from pd_connector.sglang.settings import load_config
 from pd_connector.sglang.stale import CacheNamespace
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
-from pd_connector.sglang.weights import WeightsWatch
+from pd_connector.sglang.weights import SGLangWeights
 
 logger = logging.getLogger("pd_connector.sglang")
 
 _WEIGHTS = "_pd_connector_weights"
-"""The scheduler's attribute that keeps the `WeightsWatch` while the engine changes its side."""
+"""The scheduler's attribute that keeps the `SGLangWeights` while the engine changes its side."""
 
 
 class Manager(BaseKVManager):
@@ -58,7 +64,7 @@ class Manager(BaseKVManager):
 
     rank: Rank
     agent: Agent
-    weights: WeightsWatch
+    weights: SGLangWeights
     supports_role_switch = True  # SGLang asks before `/pd_role_switch`
     namespace: CacheNamespace | None = None
     """The namespace in a decode engine's radix cache; None if it has none."""
@@ -169,10 +175,10 @@ class Manager(BaseKVManager):
         shard = cache.geometry.shard
         ranks = EngineRanks(parallel, shard)
         engine_id = ranks.engine_id
-        known: WeightsWatch | None = getattr(self._scheduler, _WEIGHTS, None)
+        known: SGLangWeights | None = getattr(self._scheduler, _WEIGHTS, None)
         if known is None:
-            files = loaded_files(self._scheduler)
-            facts = model_facts(self._scheduler, self._config, shard, files)
+            loaded, files = loaded_weights(self._scheduler), loaded_files(self._scheduler)
+            facts = model_facts(self._scheduler, self._config, shard, loaded, files)
         else:
             facts = known.facts
         self.agent = Agent(
@@ -187,7 +193,7 @@ class Manager(BaseKVManager):
             needs=() if self._produces else (FIRST_TOKEN,),
         )
         if known is None:
-            known = WeightsWatch(self._scheduler, facts, files, self.agent.submit)
+            known = SGLangWeights(self._scheduler, facts, loaded, files, self.agent.submit)
             setattr(self._scheduler, _WEIGHTS, known)
         else:
             known.tell_to(self.agent.submit)

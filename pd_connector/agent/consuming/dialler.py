@@ -11,13 +11,14 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
 from pd_connector.kv.coding import RAW, permitted
-from pd_connector.kv.model import ModelFacts, described, model_digest, weights_problem
+from pd_connector.kv.model import ModelFacts, described, model_digest
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import bytes_per_token
 from pd_connector.protocol.consuming.codec_choice import CodecChoice
 from pd_connector.protocol.consuming.incoming import ProducerSession
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
+from pd_connector.remedies import unread_in
 
 logger = logging.getLogger("pd_connector.agent.consuming.dialler")
 
@@ -31,6 +32,7 @@ class Dialler:
         self._config = config
         self._keys = resources.keys
         self._identity = resources.identity
+        self._telemetry = resources.telemetry
         self._cache = resources.cache
         self._transports = {transport.name: transport for transport in resources.transports}
         self._codecs = list(permitted(config.codec, config.codec_max_error))
@@ -38,8 +40,11 @@ class Dialler:
     def dial(self, source: Source) -> Connection:
         """Connect and say `Hello`.
 
-        Raises RefusedError if the address is not allowed, or cannot be dialled.
+        Raises RefusedError if this engine does not know its weights yet, or the address is not allowed, or cannot be
+        dialled.
         """
+        if self._identity.facts.reading:
+            raise RefusedError(Cause.UNREAD, unread_in(self._telemetry.gauges()))
         if not self._config.permits(source.host):
             raise RefusedError(
                 Cause.INSECURE_ADDRESS,
@@ -57,17 +62,8 @@ class Dialler:
         return connection
 
     def change_model(self, facts: ModelFacts) -> None:
-        """The engine serves other weights."""
+        """The engine serves other weights, or knows them now."""
         self._identity = self._identity._replace(facts=facts)
-
-    def know_weights(self, full: bytes) -> None:
-        """All bytes of the engine's weights were read."""
-        self._identity = self._identity.knowing(full)
-
-    def weights_problem(self, producer: ModelFacts | None) -> str:
-        """Why a producer does not serve the same weights, by all that is known now; empty if it does."""
-        ours = self._identity.facts
-        return weights_problem(producer, ours) if producer else ""
 
     def welcomed(
         self, source: Source, welcome: messages.Welcome

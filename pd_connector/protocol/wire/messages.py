@@ -231,8 +231,7 @@ class Heartbeat(Message, frozen=True):
 
 class Pulse(Message, frozen=True):
     """Producer: answer to a heartbeat. `engine_age_ms` is how long ago its engine began its
-    last step, in milliseconds. `weights` is what `ModelFacts.weights_full` is by now: it may have been
-    unknown when the session began."""
+    last step, in milliseconds. `weights` is for older versions: their sessions began before weights were known."""
 
     epoch: Count
     engine_age_ms: Count = 0
