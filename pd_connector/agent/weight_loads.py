@@ -50,6 +50,9 @@ class WeightLoads:
         """The engine is about to load these files."""
         before = self.files.get(place)
         if before in self._under_way:  # looked at again, shortly before it is read
+            if files is not None and files.same(before):
+                files.close()
+                return
             self._under_way.remove(before)
             if before.reader is not None:
                 before.reader.stop()

@@ -113,6 +113,11 @@ class OpenFile:
         except OSError:
             return True
 
+    def same(self, other: "OpenFile") -> bool:
+        """Whether both were opened by the same name, and it led to the same file by the same links, in the same state."""
+        mine, theirs = ((one.path, one._state, one._links) for one in (self, other))
+        return mine == theirs
+
     def close(self) -> None:
         self._file.close()
 
@@ -192,6 +197,12 @@ class CheckpointFiles:
         for file in self.files:
             if file.changed and not self.problem:
                 self.problem = f"{file.name} was written to since it was loaded"
+
+    def same(self, other: "CheckpointFiles") -> bool:
+        """Whether these are the same open files, see `OpenFile.same`."""
+        return len(self.files) == len(other.files) and all(
+            mine.same(theirs) for mine, theirs in zip(self.files, other.files, strict=True)
+        )
 
     def close(self) -> None:
         for file in self.files:

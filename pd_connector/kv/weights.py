@@ -77,6 +77,7 @@ def fingerprint(
             with _locked(place):
                 known |= _read_cache(place)
                 if key not in known:
+                    logger.info("reading all of %s", file.name)
                     sums.append(_sum(file, progress))
                     known[key] = sums[-1]
                     if not file.changed:

@@ -18,7 +18,6 @@ from pd_connector.protocol.consuming.codec_choice import CodecChoice
 from pd_connector.protocol.consuming.incoming import ProducerSession
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
-from pd_connector.remedies import unread_in
 
 logger = logging.getLogger("pd_connector.agent.consuming.dialler")
 
@@ -32,19 +31,16 @@ class Dialler:
         self._config = config
         self._keys = resources.keys
         self._identity = resources.identity
-        self._telemetry = resources.telemetry
         self._cache = resources.cache
         self._transports = {transport.name: transport for transport in resources.transports}
         self._codecs = list(permitted(config.codec, config.codec_max_error))
 
     def dial(self, source: Source) -> Connection:
-        """Connect and say `Hello`.
+        """Connect and say `Hello`. An engine that does not know its weights yet says so: it is refused, and can then tell the
+        producer that it does not want its pages.
 
-        Raises RefusedError if this engine does not know its weights yet, or the address is not allowed, or cannot be
-        dialled.
+        Raises RefusedError if the address is not allowed, or cannot be dialled.
         """
-        if self._identity.facts.reading:
-            raise RefusedError(Cause.UNREAD, unread_in(self._telemetry.gauges()))
         if not self._config.permits(source.host):
             raise RefusedError(
                 Cause.INSECURE_ADDRESS,
