@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,11 @@ def read_weights(
         return module.fingerprint(files.files, cache)
     finally:
         files.close()
+
+
+def print_of(parts: Sequence[CheckpointFiles]) -> bytes:
+    """The fingerprint of a model that is loaded from these checkpoints, as they are open."""
+    return module.combined([module.fingerprint(part.files) for part in parts])
 
 
 def tensors(layers: int = 12) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.layers.rotary_embedding import base, factory
 from support.rotations import PARAMETERS
 
+from pd_connector.agent.advertised_model import AdvertisedModel
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts, model_problem, spoken
@@ -27,6 +28,7 @@ from pd_connector.sglang.model import (
     config_made,
     kv_heads,
     loaded_files,
+    loaded_weights,
     model_facts,
 )
 from pd_connector.tools.demo import MODEL_DIR
@@ -84,7 +86,15 @@ def scheduler(folder: Path = MODEL_DIR, **changes: Any) -> Any:
 
 
 def facts(made: Any, **settings: Any) -> ModelFacts:
-    return model_facts(made, Config(**settings), SHARD, loaded_files(made))
+    """As peers are told it once the files were read."""
+    files, told = loaded_files(made), []
+    found = model_facts(made, Config(**settings), SHARD, loaded_weights(made), files)
+    if not found.reading:
+        return found
+    advertised = AdvertisedModel(found, [files], told.append)
+    assert advertised._reading is not None
+    assert advertised._reading.join(30)
+    return advertised.facts
 
 
 def blocks(made: Any) -> list[Block]:

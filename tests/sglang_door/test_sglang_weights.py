@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from pd_connector.agent import weights_watch
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.memory.parameters import loaded_fingerprint
-from pd_connector.sglang import weights
-from pd_connector.sglang.weights import WeightsWatch
+from pd_connector.sglang.weights import SGLangWeights
 
-Make = Callable[[torch.nn.Module], tuple[WeightsWatch, list[Any]]]
+Make = Callable[[torch.nn.Module], tuple[SGLangWeights, list[Any]]]
 
 
 def model() -> torch.nn.Module:
@@ -22,12 +22,12 @@ def model() -> torch.nn.Module:
     return torch.nn.Linear(8, 8)
 
 
-def watch(served: torch.nn.Module) -> tuple[WeightsWatch, list[Any]]:
+def watch(served: torch.nn.Module) -> tuple[SGLangWeights, list[Any]]:
     """A watch, and what it submits."""
     submitted: list[Any] = []
     loaded = loaded_fingerprint(served)
-    facts = ModelFacts(b"c", b"disk", held="all", loaded=loaded.sampled)
-    return WeightsWatch(scheduler(served), facts, None, submitted.append), submitted
+    facts = ModelFacts(b"c", b"disk", held="all")
+    return SGLangWeights(scheduler(served), facts, loaded, None, submitted.append), submitted
 
 
 def scheduler(served: torch.nn.Module) -> Any:
@@ -64,7 +64,7 @@ def test_weights_are_looked_at_in_the_first_step_after_a_flush() -> None:
     _, changed = submitted
     assert isinstance(changed, ChangeModel)
     assert changed.facts.updates == 1
-    untouched = watch(model())[0]._told.facts
+    untouched = watch(model())[0]._advertised.facts
     assert "weights have changed" in model_problem(changed.facts, untouched)
     assert model_problem(changed.facts, changed.facts) == "", "updated alike on both sides"
 
@@ -73,12 +73,12 @@ def test_weights_are_looked_at_now_and_then_without_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served, now = model(), 1000.0
-    monkeypatch.setattr(weights, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(weights_watch, "time", SimpleNamespace(monotonic=lambda: now))
     watched, submitted = watch(served)
     update(served)
     watched.step()
     assert submitted == []
-    now += weights._COMPARE_S
+    now += weights_watch.COMPARE_S
     watched.step()
     (withdrawn,) = submitted
     assert model_problem(withdrawn.facts, withdrawn.facts), "the cache has KV of the old ones"
@@ -103,7 +103,7 @@ def test_an_update_is_told_when_it_begins_and_again_when_the_cache_was_flushed()
         update(served)
         watched.flushed(done=True)
     watched.step()
-    assert submitted[-1].facts.loaded_full
+    assert submitted[-1].facts.loaded
     assert model_problem(submitted[-1].facts, submitted[-1].facts) == ""
 
 
