@@ -40,7 +40,6 @@ from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registration import global_rank, register
 from pd_connector.sglang.settings import load_config
-from pd_connector.sglang.stale import CacheNamespace
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
 from pd_connector.sglang.weights import SGLangWeights
@@ -66,8 +65,6 @@ class Manager(BaseKVManager):
     agent: Agent
     weights: SGLangWeights
     supports_role_switch = True  # SGLang asks before `/pd_role_switch`
-    namespace: CacheNamespace | None = None
-    """The namespace in a decode engine's radix cache; None if it has none."""
 
     def __init__(
         self,
@@ -166,9 +163,6 @@ class Manager(BaseKVManager):
         admission.page_size = queue.token_to_kv_pool.page_size
         most = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
         admission.most_prompt_tokens = most
-        if self._server_args.disaggregation_decode_enable_radix_cache:
-            group = queue.gloo_group if self._ranks > 1 else None
-            self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
 
     def _start_agent(self, cache: PagedCache, parallel: Any) -> None:
         """Start this rank's agent, and tell it of the other ranks that share out the model with it."""

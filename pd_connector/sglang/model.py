@@ -195,10 +195,9 @@ def prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: A
 
 def loads(original: Callable[..., Any], runner: Any, *args: Any, **options: Any) -> Any:
     """SGLang loads a model."""
-    args = runner.server_args
-    LOADS.reads = (
-        args.disaggregation_transfer_backend == BACKEND and args.disaggregation_mode != "null"
-    )
+    told = runner.server_args
+    ours = told.disaggregation_transfer_backend == BACKEND
+    LOADS.reads = ours and told.disaggregation_mode != "null"
     try:
         return original(runner, *args, **options)
     finally:

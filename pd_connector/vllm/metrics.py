@@ -119,7 +119,9 @@ class RankGauges:
         values = [gauges.get(name, 0.0) for gauges in self._by_rank.values()]
         if name == "weights_read_bytes":
             return min(values, default=0.0)
-        return max(values, default=0.0) if name in ("leased_pages", "weights_bytes") else sum(values)
+        return (
+            max(values, default=0.0) if name in ("leased_pages", "weights_bytes") else sum(values)
+        )
 
 
 class PDPromMetrics(KVConnectorPromMetrics):
