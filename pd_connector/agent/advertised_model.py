@@ -115,6 +115,11 @@ class AdvertisedModel:
         """Whether weights are being read. Once they are not, what was read has been told."""
         return self._reading is not None and not self._reading.over
 
+    def wait(self) -> None:
+        """Wait until all that is being read was read. What was found has been told then."""
+        while self._reading is not None and not self._reading.join(60.0):
+            pass
+
     def facts_now(self) -> ModelFacts:
         """What an agent that starts now tells its peers."""
         return self._unknown() if self.withdrawn else self.facts

@@ -38,6 +38,14 @@ class SGLangWeights(WeightsWatch):
         self._scheduler = scheduler
         self._stale = False  # the cache holds KV of other weights
         super().__init__(facts, loaded, None if files is None else (files,), None, submit, LOADS)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until the weights are known. An engine that computes prompts itself goes on meanwhile; SGLang's decode engine
+        cannot, so that requests would fail."""
+        self._advertised.wait()
+        if self._advertised.unreadable:
+            self.tell_memory()
 
     @property
     def facts(self) -> ModelFacts:
@@ -67,14 +75,13 @@ class SGLangWeights(WeightsWatch):
 
     def step(self) -> None:
         """A step begins: tell the agent if it computes with other weights than those before."""
-        if self._advertised.unreadable:
-            self.tell_memory()
         flushed = self._next_compare == 0.0
         if not self._advertised.withdrawn and self.differ():
             self._advertised.withdraw()
             self._stale = not flushed
         if self._advertised.withdrawn and not self._stale and not self._loading:
             self.tell()
+            self._wait()
 
     def model(self) -> torch.nn.Module | None:
         module: torch.nn.Module = self._scheduler.tp_worker.model_runner.model

@@ -2,6 +2,7 @@
 """Weights that change while SGLang serves are noticed before a step offers KV of the new ones."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from pd_connector.agent import weights_watch
-from pd_connector.agent.commands import ChangeModel
+from pd_connector.agent.commands import ChangeModel, KnowWeights
+from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.memory.parameters import loaded_fingerprint
 from pd_connector.sglang.weights import SGLangWeights
+from pd_connector.tools.demo import MODEL_DIR
 
 Make = Callable[[torch.nn.Module], tuple[SGLangWeights, list[Any]]]
 
@@ -121,3 +124,29 @@ def test_an_update_of_several_parts_is_told_when_it_ends() -> None:
         watched.flushed(done=True)
     watched.step()
     assert len(submitted) == 2
+
+
+def test_an_engine_waits_at_its_start_until_its_weights_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decode engines compute no prompt, so a request that comes earlier would fail."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    submitted: list[Any] = []
+    served, files = model(), CheckpointFiles.open(MODEL_DIR)
+    facts = ModelFacts(b"c", held="all", reading=True)
+    watched = SGLangWeights(
+        scheduler(served), facts, loaded_fingerprint(served), files, submitted.append
+    )
+    assert isinstance(submitted[-1], KnowWeights)
+    assert watched.facts.weights == submitted[-1].weights
+
+
+def test_files_that_are_not_those_that_were_loaded_are_told_by_memory_at_the_start() -> None:
+    submitted: list[Any] = []
+    served, files = model(), CheckpointFiles.open(MODEL_DIR)
+    assert files is not None
+    files.problem = "it was replaced by another file"
+    facts = ModelFacts(b"c", held="all", reading=True)
+    SGLangWeights(scheduler(served), facts, loaded_fingerprint(served), files, submitted.append)
+    assert submitted[-1].facts.loaded
+    assert not submitted[-1].facts.reading
