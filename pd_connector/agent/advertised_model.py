@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peers are told of a model, for as long as that is true.
+"""The description of the model that an engine advertises to its peers, kept true while weights change.
 
 Nothing is told of the weights before all bytes of the files that they were loaded from were read. When weights change in
 place, nothing is told of them from the first moment on, so that no KV passes. What they are is told when they have
@@ -121,7 +121,7 @@ class AdvertisedModel:
             pass
 
     def facts_now(self) -> ModelFacts:
-        """What an agent that starts now tells its peers."""
+        """The facts that an agent advertises if it starts now."""
         return self._unknown() if self.withdrawn else self.facts
 
     def tell_to(self, submit: Callable[[Command], None]) -> None:
@@ -132,7 +132,7 @@ class AdvertisedModel:
             submit(KnowWeights(facts.weights, facts.draft))
 
     def withdraw(self) -> None:
-        """The weights will not be those that peers were told of."""
+        """The weights will change: advertise none until the change is over."""
         if not self.withdrawn:
             logger.warning(
                 "weights change while this engine serves: no KV passes until the change is over"
@@ -141,14 +141,14 @@ class AdvertisedModel:
             self._submit(ChangeModel(self._unknown()))
 
     def other_weights(self) -> None:
-        """The weights are not those that peers were told of; what they are is told next."""
+        """The weights are not the advertised ones. The caller advertises the new ones next."""
         self.withdrawn = True
         self.changes += 1
         self.close()
 
     def pages_lost(self) -> None:
-        """The cache has lost its content: what was computed before is gone as it is when weights change. The weights that
-        peers were told of stand."""
+        """The cache has lost its content: earlier KV cannot be used, as after a change of the weights. The advertised weights
+        stay."""
         self.changes += 1
 
     def tell_files(self, files: Sequence[CheckpointFiles]) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two ranks must agree on before KV passes: schema, engine, model, routes and a transport."""
+"""The handshake of two ranks: they agree on schema, engine, model, routes and transport before KV passes."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -22,22 +22,22 @@ from pd_connector.plan.coverage import lacking
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.rules import RULES
 from pd_connector.protocol.wire import messages
-from pd_connector.protocol.wire.final_token import untold
+from pd_connector.protocol.wire.final_token import unsent
 from pd_connector.transport.base import Transport
 
 
 class RankIdentity(NamedTuple):
-    """A rank, as its peers see it. Each start of an agent has another `epoch`."""
+    """A rank as its peers see it. Each start of an agent has a new `epoch`."""
 
     engine_id: str
     epoch: int
     facts: ModelFacts
-    tells: tuple[str, ...] = ()  # kinds of `final_token` that come with its KV
-    needs: tuple[str, ...] = ()  # kinds that it cannot go on without
+    tells: tuple[str, ...] = ()  # what it sends besides KV (`final_token`)
+    needs: tuple[str, ...] = ()  # what it must get besides KV
 
 
 class RefusedError(PDConnectorError):
-    """The two ranks cannot work together; `cause` is what is counted."""
+    """The two ranks cannot work together. Metrics count `cause`."""
 
     def __init__(self, cause: Cause, detail: str) -> None:
         super().__init__(detail)
@@ -50,8 +50,8 @@ def hello(
     codecs: Sequence[str],
     transports: Sequence[Transport],
 ) -> messages.Hello:
-    """A consumer's first message, to the engine that answers: each transfer says which engine it
-    wants, and `Welcome` says which one it is."""
+    """A consumer's first message, to any engine: each transfer names the engine that it needs, and `Welcome` says which
+    engine has answered."""
     return messages.Hello(
         newest=messages.SCHEMA,
         oldest=messages.OLDEST_SCHEMA,
@@ -72,10 +72,10 @@ def check_hello(
     """On the producer, check a `Hello`.
 
     Returns:
-        The schema to speak, and the routes to that consumer.
+        The schema to use, and the routes to that consumer.
 
     Raises:
-        RefusedError: they do not fit together.
+        RefusedError: the two ranks do not fit together.
     """
     schema = messages.common_schema(message.newest, message.oldest)
     if schema is None:
@@ -93,7 +93,7 @@ def check_hello(
         )
     mine, theirs = identity.facts, message.facts
     _check_model(mine, theirs, message.geometry)
-    if missing := untold(message.needs, identity.tells):
+    if missing := unsent(message.needs, identity.tells):
         raise RefusedError(
             Cause.WORDS,
             f"engine {identity.engine_id} does not send {missing} with its KV, and engine "
@@ -109,7 +109,7 @@ def check_welcome(
     """On the consumer, check a `Welcome`; returns the routes from that producer.
 
     Raises:
-        RefusedError: they do not fit together.
+        RefusedError: the two ranks do not fit together.
     """
     if not messages.OLDEST_SCHEMA <= message.schema <= messages.SCHEMA:
         raise RefusedError(
@@ -126,10 +126,10 @@ def check_welcome(
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
-    """On the producer, connect by the first of its transports that reaches the consumer.
+    """On the producer, connect by its first transport that reaches the consumer.
 
     Returns:
-        That transport, and its link to the consumer.
+        The transport, and its link to the consumer.
 
     Raises:
         RefusedError: no transport reaches it.
@@ -163,7 +163,7 @@ def _check_model(producer: ModelFacts, consumer: ModelFacts, destination: Geomet
 
 
 def _shared(geometry: Geometry, ours: ModelFacts, theirs: ModelFacts) -> Geometry:
-    """What passes of a cache: not the draft model's layers, unless both have the same draft."""
+    """The part of a cache that passes: without the draft model's layers, unless both have the same draft model."""
     return geometry if drafts_alike(ours, theirs) else without_drafts(geometry)
 
 
@@ -174,7 +174,7 @@ def _routes(
     accepted: Sequence[str],
     schema: int,
 ) -> tuple[Route, ...]:
-    """The routes of a session in which this schema is spoken: they carry the rules of its plans."""
+    """The routes of a session with this schema, whose rules they carry."""
     if missing := lacking(source, destination):
         raise RefusedError(
             Cause.GEOMETRY,

@@ -133,11 +133,11 @@ class CacheLayers:
         """The memory of a verbatim chunk's payload, in order. The cache must be in host memory. See
         `PagedCache.pieces`."""
         heads = slice(first_head, first_head + len(route.heads))
-        found: list[Pieces] = []
+        by_plane: list[Pieces] = []
         for layer in chunk.layers(route):
             planes, index = self.rows_of_pages(layer, group, heads, pages)
-            found += [_pieces(rows, index) for rows in planes]
-        return Pieces.together(found)
+            by_plane += [_pieces(rows, index) for rows in planes]
+        return Pieces.together(by_plane)
 
     def run_of_pages(self, route: Route, chunk: Chunk, pages: Sequence[int]) -> memoryview | None:
         """A verbatim chunk's payload in place, if it is one run of full pages of one layer; else None. The cache must

@@ -71,7 +71,7 @@ def distances(
     pairs = (_verbatim if chunk.verbatim else _coded)(
         layers, copier, route, chunk, present, payload
     )
-    found = []
+    results = []
     for layer, part, ours, theirs in pairs:
         apart, own = (squares[:, kept] for squares in _squares(ours, theirs))
         by_token = _by_token(apart, own)
@@ -79,7 +79,7 @@ def distances(
             first + int(part_of.argmax())
             for first, part_of in zip(begins, np.split(by_token, begins[1:]), strict=True)
         ]
-        found.append(
+        results.append(
             Distance(
                 layer,
                 part,
@@ -93,7 +93,7 @@ def distances(
                 moved=_moved(tokens, by_token, apart),
             )
         )
-    return found
+    return results
 
 
 _Pair = tuple[int, Part, torch.Tensor, torch.Tensor]
@@ -115,9 +115,9 @@ def _coded(
         key, value = route.source.scale(plane.layer)
         source = Elements(route.source.dtype, value if plane.part is Part.VALUE else key)
         key, value = route.destination.scale(plane.layer)
-        wanted = Elements(route.destination.dtype, value if plane.part is Part.VALUE else key)
+        target = Elements(route.destination.dtype, value if plane.part is Part.VALUE else key)
         coded = as_tensor(payload[plane.offset : plane.offset + plane.nbytes]).to(device)
-        theirs = load_codec(route.codec).decode(plane.part, coded, plane.shape, source, wanted)
+        theirs = load_codec(route.codec).decode(plane.part, coded, plane.shape, source, target)
         view = layers.view(plane)[:, heads]
         ours = torch.empty(plane.shape, dtype=view.dtype, device=device)
         span = layers.tokens(chunk, plane.layer, route.destination, pages)
@@ -195,8 +195,8 @@ def _summed(x: torch.Tensor) -> Squares:
     dims = x.shape[-1]
     segment = _SEGMENT if dims % _SEGMENT == 0 else dims
     summed = x.square().unflatten(-1, (-1, segment)).sum(-1)
-    found: Squares = summed.cpu().numpy().astype(np.float64)
-    return found
+    result: Squares = summed.cpu().numpy().astype(np.float64)
+    return result
 
 
 def _by_page(apart: Squares, own: Squares, begins: Index) -> list[float]:
@@ -225,13 +225,13 @@ def _moved(tokens: Index, by_token: Squares, apart: Squares) -> list[Moved]:
     order = np.argsort(-by_token, kind="stable")[:MOST_MOVED]
     order = order[by_token[order] > MOVED]
     sums = apart.sum(axis=(0, 2))
-    found = zip(*(each[order].tolist() for each in (tokens, by_token, sums)), strict=True)
-    return [Moved(*one) for one in found]
+    rows = zip(*(each[order].tolist() for each in (tokens, by_token, sums)), strict=True)
+    return [Moved(*row) for row in rows]
 
 
 def _worst(apart: Squares, whole: Squares) -> Squares:
     """The largest distance over heads and segments."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(apart > 0, apart / whole, 0.0)
-    found: Squares = np.sqrt(ratio.max(axis=(0, 2)))
-    return found
+    largest: Squares = np.sqrt(ratio.max(axis=(0, 2)))
+    return largest

@@ -15,8 +15,8 @@ from pd_connector.pages.spans import Index, TokenSpan
 from pd_connector.pages.tiles import is_tiled, read_tiles, write_tiles
 
 _SMALL_PAGE_BYTES = 16 * 1024
-"""Largest page that is written as rows, many pages at a time: page by page, Python's own time would dominate. Larger
-pages are written page by page in memory order, which is faster for them."""
+"""Largest page that is written as rows, many pages in one call: one call per small page would cost mostly Python's overhead.
+Larger pages are written one by one in memory order, which is faster for them."""
 
 
 class Copier(Protocol):
@@ -111,7 +111,7 @@ class TorchCopier:
 
     def read(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
         spans = span.page_spans()
-        index = torch.tensor([one.page for one in spans], device=view.device)
+        index = torch.tensor([each.page for each in spans], device=view.device)
         picked = _bits(view).index_select(0, index).permute(1, 0, 2, 3).flatten(1, 2)
         _bits(plane).copy_(picked[:, spans[0].first : spans[0].first + plane.shape[1]])
 
@@ -125,8 +125,8 @@ class TorchCopier:
         torch.from_numpy(buffer).copy_(picked, non_blocking=True)
 
     def put_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
-        found = as_tensor(buffer).to(rows.device, non_blocking=True)
-        rows[torch.from_numpy(index).to(rows.device)] = found
+        values = as_tensor(buffer).to(rows.device, non_blocking=True)
+        rows[torch.from_numpy(index).to(rows.device)] = values
 
 
 def as_tensor(data: Words) -> torch.Tensor:
@@ -148,8 +148,8 @@ def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
 
 def _row_numbers(matrix: RowMatrix, index: Index, heads: int) -> Index:
     by_page, by_head = matrix.steps
-    found: Index = (index[:, None] * by_page + np.arange(heads) * by_head).reshape(-1)
-    return found
+    numbers: Index = (index[:, None] * by_page + np.arange(heads) * by_head).reshape(-1)
+    return numbers
 
 
 def _words(view: torch.Tensor) -> Words:
@@ -161,8 +161,8 @@ def _words(view: torch.Tensor) -> Words:
 
 def _like(x: torch.Tensor, words: Words | None) -> Words:
     """A tensor as words, as wide as `words` if that is given and `x` is dense."""
-    found: Words = _bits(x).numpy()
-    return found if words is None else found.view(words.dtype)
+    bits: Words = _bits(x).numpy()
+    return bits if words is None else bits.view(words.dtype)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

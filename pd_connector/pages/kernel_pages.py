@@ -10,6 +10,7 @@ module needs Triton.
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,19 +18,84 @@ import numpy as np
 import torch
 
 from pd_connector.codec import DTYPES
+from pd_connector.compiler import BackgroundCompile
 from pd_connector.kv.geometry import Group
 from pd_connector.memory.device_bytes import DeviceBytes, Payload
 from pd_connector.pages.copiers import as_tensor
 from pd_connector.pages.layer import LayerPages
-from pd_connector.pages.moving import Moving
 from pd_connector.pages.own_stream import own_thread
 from pd_connector.pages.staging import Stagings, record
 from pd_connector.pages.tiles import tokens_of
-from pd_connector.pages.warm_up import WarmUp
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
-from pd_kernels.transfer import Planes, Stored, gather_pages, new_sums, scatter_pages
+from pd_kernels.transfer import Planes, Stored, finish, gather_pages, new_sums, scatter_pages
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
+
+
+class WarmUp:
+    """The routes whose kernels have been compiled. Used by one thread.
+
+    Args:
+        compile_for: compiles the kernels that gather (True) or scatter (False) chunks of a route. Another thread
+            calls it once for each, one at a time; an exception is logged.
+    """
+
+    def __init__(self, compile_for: Callable[[Route, bool], None]) -> None:
+        self._compile_for = compile_for
+        self._turn = threading.Lock()
+        self._compiles: dict[tuple[Route, bool], BackgroundCompile] = {}
+
+    def begin(self, route: Route, gathers: bool) -> bool:
+        """Start the compilation, unless it has begun; returns whether it has ended, with or without an error."""
+        key = route, gathers
+        if key not in self._compiles:
+            work = functools.partial(self._compile, route, gathers)
+            # Not a daemon: see `BackgroundCompile`.
+            compiling = BackgroundCompile(work, "pd-compile", turn=self._turn, daemon=False)
+            self._compiles[key] = compiling
+            compiling.begin()
+        return self._compiles[key].ended
+
+    def usable(self, route: Route, gathers: bool) -> bool:
+        """Whether kernels may take a chunk. Waits for a compilation that `begin` has started. Other kernels are
+        compiled at their first launch."""
+        compiling = self._compiles.get((route, gathers))
+        return compiling is None or compiling.wait()
+
+    def _compile(self, route: Route, gathers: bool) -> None:
+        try:
+            self._compile_for(route, gathers)
+        except Exception as error:
+            logger.error(
+                "the kernels that %s layers %d-%d as %s cannot be compiled, and torch moves them plane by "
+                "plane: %r",
+                "gather" if gathers else "scatter",
+                route.layers[0],
+                route.layers[-1],
+                route.codec,
+                error,
+            )
+            raise
+
+
+class Moving(NamedTuple):
+    """A gather or scatter that has been queued.
+
+    Attributes:
+        sums: of the payload, in host memory, once the work is done.
+        done: event after the whole work, on the device; None on a CPU, where the work is already done.
+    """
+
+    sums: torch.Tensor
+    nbytes: int
+    done: torch.cuda.Event | None
+
+    def finish(self) -> bytes:
+        """Wait until the work is done; returns the payload's checksum."""
+        if self.done is not None:
+            self.done.synchronize()
+        return finish(self.sums, self.nbytes)
+
 
 logger = logging.getLogger("pd_connector.pages.paged_cache")
 
@@ -102,9 +168,9 @@ class KernelPages:
         return launch and _run(scatter_pages, launch)
 
     def begin_gather(
-        self, route: Route, chunk: Chunk, pages: Sequence[int], filled: Payload
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> Moving | None:
-        """Queue all work that brings a chunk into a slot. Returns None if kernels cannot take the chunk.
+        """Queue all work that brings a chunk into a slot (`payload`). Returns None if kernels cannot take the chunk.
 
         A kernel writes directly to a slot on the device. For a slot in host memory, the kernel writes to device
         memory, and a copy engine moves the bytes on. A kernel that wrote across the bus would take multiprocessors
@@ -114,9 +180,9 @@ class KernelPages:
         Raises:
             IndexError: a page is outside this cache.
         """
-        nbytes = len(filled)
-        if isinstance(filled, DeviceBytes):
-            sums = self.gather(route, chunk, pages, filled.tensor)
+        nbytes = len(payload)
+        if isinstance(payload, DeviceBytes):
+            sums = self.gather(route, chunk, pages, payload.tensor)
             if sums is None:
                 return None
             return Moving(_to_host(sums), nbytes, record(self._device))
@@ -124,9 +190,9 @@ class KernelPages:
         sums = self.gather(route, chunk, pages, staging.room[:nbytes])
         if sums is None:
             return None
-        found = _to_host(sums)
-        self._stagings.unload(staging, torch.from_numpy(np.frombuffer(filled, np.uint8)))
-        return Moving(found, nbytes, staging.free)
+        on_host = _to_host(sums)
+        self._stagings.unload(staging, torch.from_numpy(np.frombuffer(payload, np.uint8)))
+        return Moving(on_host, nbytes, staging.free)
 
     def stage(self, payload: Payload) -> None:
         """Begin to copy the payload of the scatter after the next one."""
@@ -204,14 +270,14 @@ class KernelPages:
         whole = self._make_part(route, 0, count, verbatim, gathers).planes
         if whole is None:
             return
-        known = {(whole.wide, whole.step)}
+        seen = {(whole.wide, whole.step)}
         yield whole.stand_in()
-        if known == {(True, "none")}:
+        if seen == {(True, "none")}:
             return
         for layer in range(count):
             planes = self._make_part(route, layer, layer + 1, verbatim, gathers).planes
-            if planes is not None and (planes.wide, planes.step) not in known:
-                known.add((planes.wide, planes.step))
+            if planes is not None and (planes.wide, planes.step) not in seen:
+                seen.add((planes.wide, planes.step))
                 yield planes.stand_in()
 
     def _make_part(

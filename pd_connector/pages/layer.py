@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's cache as the engine's door passes it, with a check against its geometry."""
+"""One layer's cache, or its states, as the engine's door passes them, with a check against the geometry."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.kv.geometry import Geometry, Group
+from pd_connector.kv.geometry import STATE_BYTES, Geometry, Group
 from pd_connector.pages.tiles import dims_of, is_tiled, tokens_of
 from pd_connector.plan.sizes import token_bytes
 
@@ -29,19 +29,50 @@ class LayerPages(NamedTuple):
     planes: tuple[torch.Tensor, ...]
 
 
+class StatePages(NamedTuple):
+    """One layer's states. A page holds the state of one request at one position.
+
+    Attributes:
+        sections: this rank's part of each section of the group, in the order of `Group.sections`:
+            `[page, unit, row, dim]` of the section's dtype, any strides. A convolution that the engine keeps as
+            `[page, row, dim]` (SD) or as `[page, dim, row]` (DS, and SGLang) has a view of each of its sections, and
+            views may interleave in memory; nothing is copied. Views of `uint8` sections count bytes.
+    """
+
+    sections: tuple[torch.Tensor, ...]
+
+
+def check_states(layer: int, pages: StatePages, geometry: Geometry, group: Group) -> None:
+    """Raises UnsupportedGeometryError if a layer's states differ from the geometry."""
+    if len(pages.sections) != len(group.sections):
+        raise UnsupportedGeometryError(
+            f"layer {layer} has views of {len(pages.sections)} sections of its state: wanted "
+            f"{', '.join(section.name for section in group.sections)}"
+        )
+    for section, view in zip(group.sections, pages.sections, strict=True):
+        units = len(geometry.shard.heads(section.units))
+        wanted = units, section.rows, section.dim
+        good = view.ndim == 4 and tuple(view.shape[1:]) == wanted
+        if not good or view.element_size() != STATE_BYTES.get(section.dtype):
+            raise UnsupportedGeometryError(
+                f"{section.name} of layer {layer} has shape {tuple(view.shape)} and {view.dtype}: wanted "
+                f"[page, {units} units, {section.rows} rows, {section.dim}] of {section.dtype}"
+            )
+
+
 def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> None:
     """Raises UnsupportedGeometryError if a layer differs from the geometry."""
     heads = len(geometry.heads(group))
-    known = group.dtype in DTYPES
+    has_dtype = group.dtype in DTYPES
     views = [(pages.key, group.key_dim)]
     if pages.value is not None:
         views.append((pages.value, group.value_dim))
     elif group.value_dim:
         raise UnsupportedGeometryError(f"cache of layer {layer} has no V of {group.value_dim} dims")
     for view, dim in views:
-        good = view.ndim == 4 or (known and is_tiled(view) and view.device.type == "cpu")
+        good = view.ndim == 4 or (has_dtype and is_tiled(view) and view.device.type == "cpu")
         good = good and view.shape[1] == heads and group.page_size % tokens_of(view) == 0
-        if known:
+        if has_dtype:
             good = good and dims_of(view) == dim and view.dtype == DTYPES[group.dtype]
         if not good:
             raise UnsupportedGeometryError(
@@ -50,7 +81,7 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
                 f"{group.dtype}"
             )
     if not pages.planes:
-        if group.layout or not known:
+        if group.layout or not has_dtype:
             raise UnsupportedGeometryError(
                 f"cache of layer {layer} ({group.dtype}, layout {group.layout}) has pages that are "
                 "not dense: such pages can be moved only if the dtype is known and the layout has no name"
@@ -58,10 +89,10 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
         return
     count, tokens = len(pages.key), tokens_of(pages.key)
     apart = heads if group.heads_apart else 1
-    wanted = count, apart, heads // apart * tokens * token_bytes(group)
-    found = {(*plane.shape[:2], sum(p.shape[2] for p in pages.planes)) for plane in pages.planes}
-    if found != {wanted}:
+    expected = count, apart, heads // apart * tokens * token_bytes(group)
+    actual = {(*plane.shape[:2], sum(p.shape[2] for p in pages.planes)) for plane in pages.planes}
+    if actual != {expected}:
         shapes = ", ".join(str(tuple(plane.shape)) for plane in pages.planes)
         raise UnsupportedGeometryError(
-            f"cache of layer {layer} has planes of shape {shapes}: wanted {wanted} together"
+            f"cache of layer {layer} has planes of shape {shapes}: wanted {expected} together"
         )

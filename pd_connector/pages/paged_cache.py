@@ -20,9 +20,9 @@ from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.layer import LayerPages
-from pd_connector.pages.one_ahead import GatherCall, OneAhead
+from pd_connector.pages.one_ahead import OneAhead
 from pd_connector.pages.own_stream import own_streams, own_thread
-from pd_connector.pages.slot_copies import SlotCopies
+from pd_connector.pages.plane_copies import PlaneCopies
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import token_bytes
@@ -65,12 +65,14 @@ class PagedCache:
         self.last_checksum: bytes | None = None
         self.passed = RAW.name
         self._layers = CacheLayers(layers, geometry)
-        self._copies = SlotCopies(self._layers, self._wait)
+        self._copies = PlaneCopies(self._layers, self._wait)
         self._device = self._layers.device
         self._stream: torch.cuda.Stream | None
         self._stream, copies = own_streams(self._device)
-        wanted = self._stream is not None if by_kernels is None else by_kernels
-        self._kernels = _kernels(self._layers.by_number, self._device, copies) if wanted else None
+        use_kernels = self._stream is not None if by_kernels is None else by_kernels
+        self._kernels = (
+            _kernels(self._layers.by_number, self._device, copies) if use_kernels else None
+        )
         self._ahead = OneAhead(self._kernels, self._stream) if self._kernels else None
 
     @property
@@ -150,14 +152,14 @@ class PagedCache:
         nbytes = chunk.nbytes(route)
         if len(slot) < nbytes:
             raise ValueError(f"slot of {len(slot)} bytes: the chunk has {nbytes} bytes")
-        call = GatherCall(route, chunk, pages, slot[:nbytes], fence)
+        payload = slot[:nbytes]
         self.last_checksum = None
         with self._streamed(fence):
             if self._ahead is not None:
-                self.last_checksum = self._ahead.gather(call)
+                self.last_checksum = self._ahead.gather(route, chunk, pages, payload, fence)
             if self.last_checksum is None:
-                self.last_checksum = self._copies.fill(call)
-        return call.slot
+                self.last_checksum = self._copies.fill(route, chunk, pages, payload)
+        return payload
 
     def gather_next(
         self,
@@ -172,7 +174,7 @@ class PagedCache:
         then: the bytes read count only if that `gather` is called."""
         nbytes = chunk.nbytes(route)
         if self._ahead is not None and len(slot) >= nbytes:
-            self._ahead.gather_next(GatherCall(route, chunk, pages, slot[:nbytes], fence))
+            self._ahead.gather_next(route, chunk, pages, slot[:nbytes], fence)
 
     def scatter_next(self, payload: Payload) -> None:
         """Announce the probable payload of the `scatter` after the next one, as `gather_next`: a device copies it early."""
@@ -238,8 +240,8 @@ class PagedCache:
                 f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
             )
         with self._streamed(fence):
-            self.last_checksum, found = self._copies.compare(route, chunk, pages, payload)
-            return found
+            self.last_checksum, distances = self._copies.compare(route, chunk, pages, payload)
+            return distances
 
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]

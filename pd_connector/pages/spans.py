@@ -54,13 +54,13 @@ def _page_spans(span: TokenSpan) -> Sequence[PageSpan]:
     pages, first_token, stop_token, page_size, view_tokens = span
     parts = page_size // view_tokens
     base = first_token // page_size * page_size
-    found: list[PageSpan] = []
+    spans: list[PageSpan] = []
     for place in range((first_token - base) // view_tokens, -(-(stop_token - base) // view_tokens)):
         begin = base + place * view_tokens
         first, stop = max(first_token, begin), min(stop_token, begin + view_tokens)
         page = pages[place // parts] * parts + place % parts
-        found.append(PageSpan(page, first - begin, stop - begin, first - first_token))
-    return found
+        spans.append(PageSpan(page, first - begin, stop - begin, first - first_token))
+    return spans
 
 
 @functools.lru_cache(maxsize=8)
@@ -71,5 +71,5 @@ def _row_numbers(span: TokenSpan, heads: int, steps: tuple[int, ...]) -> Index:
     parts = page_size // view_tokens
     place, within = np.divmod(token, view_tokens)
     page = np.asarray(pages, np.int64)[place // parts] * parts + place % parts
-    found: Index = np.arange(heads)[:, None] * by_head + (page * by_page + within * by_token)
-    return found.reshape(-1)
+    numbers: Index = np.arange(heads)[:, None] * by_head + (page * by_page + within * by_token)
+    return numbers.reshape(-1)

@@ -21,8 +21,9 @@ from pd_connector.errors import PDConnectorError
 from pd_connector.tools.command_line import option, run, single
 from pd_connector.tools.output import write_problem
 from scheduler_plugins.cost.profile import load
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.registry import DEFAULT
-from scheduler_plugins.sim import trace
+from scheduler_plugins.sim import fleet, trace
 from scheduler_plugins.sim.kv_pool import PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.picture import svg
@@ -87,6 +88,7 @@ _TEXTS = (
     ("compare", "", "NAMES", "policies to compare, separated by commas; all: every policy"),
     ("order", "srjf_calibrated", "NAME", "order of the engines' queues"),
 )
+_FLEET = "unlike engines and their links, in place of the numbers of engines, costs, room and links; pd-router plan writes such files"
 
 
 def play(**options: Any) -> None:
@@ -99,27 +101,36 @@ def play(**options: Any) -> None:
         given.per_s = _rates(given.per_s)
         _check(given)
         scenario = _scenario(given)
-        recorded = [trace.load(one, given.limit) for one in given.trace]
+        recorded = [_recorded(path, given) for path in given.trace]
         arrivals = scenario.arrivals(*recorded, per_s=given.per_s)
         names = policies(given.compare) if given.compare else [given.policy]
         runs = [(name, roles) for name in names for roles in _names(given.roles) or [""]]
-        found = list[tuple[Summary, list[Served]]]()
+        results = list[tuple[Summary, list[Served]]]()
         took_s = list[float]()
         for name, roles in runs:
             begun_s = time.perf_counter()
             with console.status(f"{name or 'its policy'} {roles}: {len(arrivals):,} requests"):
-                found.append(simulate(scenario, arrivals, name, given.decode_policy, roles))
+                results.append(simulate(scenario, arrivals, name, given.decode_policy, roles))
             took_s.append(time.perf_counter() - begun_s)
     except (PDConnectorError, ValueError) as error:
         _fail(f"not simulated: {error}")
-    summaries = [summary for summary, _ in found]
+    summaries = [summary for summary, _ in results]
     console.print(_table(summaries, took_s))
     if given.roles and scenario.level == 1:
         console.print(_LEVEL_1_MISLEADS, soft_wrap=True, highlight=False)
     try:
-        _write(given, summaries, {summary.policy: served for summary, served in found})
+        _write(given, summaries, {summary.policy: served for summary, served in results})
     except OSError as error:
         _fail(f"not written: {error}")
+
+
+def _recorded(path: Path, given: SimpleNamespace) -> Sequence[Waiting]:
+    """The part of a trace that is played."""
+    limit = None if given.limit is None else given.skip + given.limit
+    requests = trace.load(path, limit)
+    if given.skip >= len(requests):
+        raise ValueError(f"skip {given.skip}: {path} has only {len(requests):,} requests")
+    return requests[given.skip :]
 
 
 def _fail(reason: str) -> NoReturn:
@@ -131,6 +142,8 @@ def _check(given: SimpleNamespace) -> None:
     """Raises ValueError for errors that would otherwise appear only after the simulation."""
     if given.limit is not None and given.limit < 1:
         raise ValueError(f"limit {given.limit}: must be 1 or more requests")
+    if given.skip < 0:
+        raise ValueError(f"skip {given.skip}: must be 0 or more requests")
     if given.per_s and len(given.per_s) != len(given.trace):
         raise ValueError(
             f"per_s {given.per_s}: must have a rate for each of {len(given.trace)} traces"
@@ -153,6 +166,7 @@ def _scenario(given: SimpleNamespace) -> Scenario:
     settings = {name: getattr(given, name) for name in [*_COUNTS, *_NUMBERS]}
     return Scenario(
         **settings,
+        fleet=fleet.load(given.fleet) if given.fleet else None,
         order=given.order,
         costs=load(given.cost_model) if given.cost_model else COSTS,
         cpu_costs=load(given.cpu_cost_model) if given.cpu_cost_model else CPU_COSTS,
@@ -180,6 +194,8 @@ def _parameters() -> Iterator[Parameter]:
         whose = "the --cpu-prefill engines" if name.startswith("cpu") else "the engines"
         meaning = f"cost model of {whose}; pd-connector profile writes it"
         yield option(name, Path | None, None, meaning, metavar="FILE")
+    yield option("fleet", Path | None, None, _FLEET, metavar="FILE")
+    yield option("skip", int, 0, "leave out the first N requests", metavar="N")
     yield option("limit", int | None, None, "play only the first N requests", metavar="N")
     for name, what in (("ttft", "time to first token"), ("tpot", "time per token")):
         meaning = f"promised {what}; goodput counts requests that keep it, and policies reject requests that would break it"
@@ -190,9 +206,9 @@ def _parameters() -> Iterator[Parameter]:
         (_NETWORK, Network, ""),
         (_POOL, PoolSettings, "pool_"),
     ):
-        known = {field.name: field.default for field in fields(owner)}
+        defaults = {field.name: field.default for field in fields(owner)}
         for name, text in texts.items():
-            value, flag = known[name], (prefix + name).replace("_", "-")
+            value, flag = defaults[name], (prefix + name).replace("_", "-")
             yield option(flag, type(value), value, text, metavar="N")
     yield option("no-overlap", bool, False, "send KV after the prefill, not during it")
     meaning = "write the results to this file; -: standard output"
@@ -204,12 +220,12 @@ def _parameters() -> Iterator[Parameter]:
 def _rates(text: str) -> list[float]:
     """Numbers with commas. Raises ValueError: the text is something else."""
     try:
-        found = [float(one) for one in text.split(",") if text]
+        rates = [float(rate) for rate in text.split(",") if text]
     except ValueError:
-        found = [0.0]
-    if not all(0 < one < float("inf") for one in found):
+        rates = [0.0]
+    if not all(0 < rate < float("inf") for rate in rates):
         raise ValueError(f"per_s {text!r}: must be numbers above 0, with commas")
-    return found
+    return rates
 
 
 def _write(
@@ -218,19 +234,24 @@ def _write(
     served: dict[str, list[Served]],
 ) -> None:
     if given.json:
-        raw = msgspec.json.format(msgspec.json.encode([asdict(one) for one in summaries])) + b"\n"
+        raw = (
+            msgspec.json.format(msgspec.json.encode([asdict(summary) for summary in summaries]))
+            + b"\n"
+        )
         if given.json == "-":
             sys.stdout.write(raw.decode())
         else:
             Path(given.json).write_bytes(raw)
     if given.svg:
         done = {
-            name: [one for one in all_ if one.end_s is not None] for name, all_ in served.items()
+            name: [request for request in all_ if request.end_s is not None]
+            for name, all_ in served.items()
         }
         panels = {
-            "time to first token": {n: [one.ttft_s for one in d] for n, d in done.items()},
+            "time to first token": {n: [request.ttft_s for request in d] for n, d in done.items()},
             "time per token": {
-                n: [one.tpot_s for one in d if one.request.max_tokens > 1] for n, d in done.items()
+                n: [request.tpot_s for request in d if request.request.max_tokens > 1]
+                for n, d in done.items()
             },
         }
         given.svg.write_text(svg(panels))
@@ -244,17 +265,17 @@ def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
-    for one, seconds in zip(summaries, took_s, strict=True):
+    for summary, seconds in zip(summaries, took_s, strict=True):
         table.add_row(
-            one.policy,
-            *(f"{one.ttft_s[key]:.3f}" for key in ("mean", "p50", "p99")),
-            *(f"{one.tpot_s[key] * 1e3:.1f}" for key in ("mean", "p99")),
-            f"{one.hit:.3f}",
-            f"{one.goodput_per_s:.2f}",
-            f"{one.attained * one.served / one.requests:.3f}",
-            *(_busy(one, letter) for letter in ("p", "d")),
-            str(len(one.moves)),
-            str(sum(one.rejected.values())),
+            summary.policy,
+            *(f"{summary.ttft_s[key]:.3f}" for key in ("mean", "p50", "p99")),
+            *(f"{summary.tpot_s[key] * 1e3:.1f}" for key in ("mean", "p99")),
+            f"{summary.hit:.3f}",
+            f"{summary.goodput_per_s:.2f}",
+            f"{summary.attained * summary.served / summary.requests:.3f}",
+            *(_busy(summary, letter) for letter in ("p", "d")),
+            str(len(summary.moves)),
+            str(sum(summary.rejected.values())),
             f"{seconds:.2f}",
         )
     return table

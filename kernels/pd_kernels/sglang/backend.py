@@ -6,7 +6,7 @@ backends only for decodes. On a CPU they compute with the references in torch.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -17,8 +17,57 @@ from pd_kernels.attention import DecodePlan, Mod, paged_decode, plan_paged_decod
 from pd_kernels.attention.mla import mla_decode, plan_mla_decode
 from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.attention.paged_call import DIMS, FP8
-from pd_kernels.sglang.page_tables import FixedTables, PageTables
 from pd_kernels.sglang.refusals import engine_refusals, layer_refusals, refuse
+
+
+class PageTables(NamedTuple):
+    """The places of the KV of a step's requests.
+
+    Attributes:
+        table: int32 `[requests, pages]`.
+        lengths: `[requests]`, tokens of KV, the new one included.
+    """
+
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, forward_batch: Any, req_to_token: torch.Tensor, page_size: int) -> "PageTables":
+        """The tables of a batch of decodes.
+
+        Args:
+            forward_batch: SGLang's `ForwardBatch`.
+            req_to_token: `[request rows, tokens]`, the slot of each token.
+        """
+        lengths = forward_batch.seq_lens
+        host_lengths = forward_batch.seq_lens_cpu
+        longest = req_to_token.shape[1] if host_lengths is None else int(host_lengths.max())
+        slots = req_to_token[forward_batch.req_pool_indices, :longest:page_size]
+        return cls((slots // page_size).to(torch.int32), lengths)
+
+
+class FixedTables:
+    """Tables that stay at one address, for CUDA graphs of decodes.
+
+    Args:
+        requests: requests of the largest captured batch.
+        tokens: tokens of the longest sequence.
+    """
+
+    def __init__(self, requests: int, tokens: int, page_size: int, device: Any) -> None:
+        pages = -(-tokens // page_size)
+        self._page_size = page_size
+        self._table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
+        self._lengths = torch.ones(requests, dtype=torch.int32, device=device)
+
+    def fill(self, forward_batch: Any, req_to_token: torch.Tensor) -> PageTables:
+        """Write the tables of a batch, and return views of the batch's size."""
+        count = len(forward_batch.req_pool_indices)
+        slots = req_to_token[forward_batch.req_pool_indices, :: self._page_size]
+        self._table[:count, : slots.shape[1]] = slots // self._page_size
+        self._lengths[:count] = forward_batch.seq_lens
+        return PageTables(self._table[:count], self._lengths[:count])
+
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -47,7 +96,9 @@ class DecodeBackend(AttentionBackend):
         self.page_size: int = runner.page_size
         self.device = runner.device
         self.dtype: torch.dtype = runner.dtype
-        self.layers = [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
+        self.layers = [
+            module for module in runner.model.modules() if isinstance(module, RadixAttention)
+        ]
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         # With data-parallel attention SGLang pads batches to a multiple of ranks.
         self._most_requests = len(self._req_to_token) + runner.server_args.tp_size
@@ -126,23 +177,23 @@ class PagedBackend(DecodeBackend):
     """Attention with keys and values."""
 
     def refusals(self, *, on_gpu: bool) -> list[str]:
-        found = []
+        reasons = []
         if type(self.pool) is not MHATokenToKVPool or self.pool.is_quantized_kv_cache:
-            found.append(
+            reasons.append(
                 f"a KV cache of kind {type(self.pool).__name__}"
             )  # some pools keep scales beside it
         elif self.pool.kv_cache_layout != "nhd":
-            found.append(f"a KV cache in layout {self.pool.kv_cache_layout}: must be nhd")
+            reasons.append(f"a KV cache in layout {self.pool.kv_cache_layout}: must be nhd")
         elif self.pool.dtype not in (self.dtype, FP8):
-            found.append(
+            reasons.append(
                 f"--kv-cache-dtype {self.pool.dtype}: must be that of the model, or fp8_e4m3"
             )
         dims, dtypes = (DIMS, _KERNEL_DTYPES) if on_gpu else ((), ())
         for layer in self.layers:
-            found += layer_refusals(layer, dims, self.dtype, dtypes)
+            reasons += layer_refusals(layer, dims, self.dtype, dtypes)
             if layer.use_irope and self.chunk_tokens is not None:
-                found.append(f"attention in chunks of {self.chunk_tokens} tokens")
-        return found
+                reasons.append(f"attention in chunks of {self.chunk_tokens} tokens")
+        return reasons
 
     def plan_key(self, layer: Any) -> Any:
         return window_of(layer), layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
@@ -205,22 +256,22 @@ class MlaBackend(DecodeBackend):
     """MLA, after weight absorption."""
 
     def refusals(self, *, on_gpu: bool) -> list[str]:
-        found = []
+        reasons = []
         pool, dims = self.pool, (LATENT, ROPE)
         if type(pool) is not MLATokenToKVPool or pool.use_dsa:
-            found.append(f"a KV cache of kind {type(pool).__name__}")
+            reasons.append(f"a KV cache of kind {type(pool).__name__}")
         elif (pool.kv_lora_rank, pool.qk_rope_head_dim) != dims:
-            found.append(
+            reasons.append(
                 f"latents of {pool.kv_lora_rank} and {pool.qk_rope_head_dim} elements: must be {dims}"
             )
         elif pool.dtype != self.dtype:
-            found.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model")
+            reasons.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model")
         if on_gpu and self.dtype not in _KERNEL_DTYPES:
-            found.append(f"dtype {self.dtype}: must be one of {list(_KERNEL_DTYPES)}")
+            reasons.append(f"dtype {self.dtype}: must be one of {list(_KERNEL_DTYPES)}")
         # SGLang's own backend for prompts divides latents by these scales with any cache dtype.
         scales = {layer.k_scale_float or 1.0 for layer in self.layers} - {1.0}
-        found += [f"a checkpoint with KV scales ({scale:g})" for scale in sorted(scales)]
-        return found
+        reasons += [f"a checkpoint with KV scales ({scale:g})" for scale in sorted(scales)]
+        return reasons
 
     def plan_key(self, layer: Any) -> Any:
         return layer.tp_q_head_num

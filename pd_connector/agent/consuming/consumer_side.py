@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consuming half of an agent: carries out what its state machine wants.
+"""The consuming half of an agent: it takes events to the consumer's state machine, and carries out its actions.
 
-`session_keeper` keeps its sessions with producers, and `chunk_receiver` takes chunks in.
+`session_keeper` keeps its sessions with producers, and `receive_pipeline` takes chunks in.
 """
 
 import logging
@@ -11,15 +11,13 @@ from typing import Any
 
 from pd_connector.agent.commands import Distrust, Drop, Hold
 from pd_connector.agent.consuming.auditor import Auditor
-from pd_connector.agent.consuming.chunk_receiver import ChunkReceiver
 from pd_connector.agent.consuming.consumer_commands import ConsumerCommands
 from pd_connector.agent.consuming.dialler import Dialler
-from pd_connector.agent.consuming.load_ends import LoadEnds
 from pd_connector.agent.consuming.name_queue import NameQueue
 from pd_connector.agent.consuming.open_sessions import OpenSessions
-from pd_connector.agent.consuming.outage import OutageWatch
+from pd_connector.agent.consuming.outage import LoadEnds, OutageWatch
 from pd_connector.agent.consuming.pair_counts import PairCounts
-from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
+from pd_connector.agent.consuming.receive_pipeline import ChunkReceiver, ReceivePipeline
 from pd_connector.agent.consuming.session_keeper import SessionKeeper
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.page_gate import PageGate
@@ -35,8 +33,8 @@ from pd_connector.protocol.consuming.incoming import (
     Dial,
     Finished,
     Held,
+    IncomingChunk,
     Load,
-    PlaceChunk,
     Stalled,
     Tell,
 )
@@ -52,10 +50,9 @@ class ConsumerSide:
     """Used by the agent's thread only.
 
     Args:
-        shards: what the ranks of this engine hold, this one included.
-        gate: passed before pages are written; shut by the engine's thread for requests whose pages
-            may not be written.
-        report: told the end of every load and watched hold.
+        shards: of all ranks of this engine, this one included.
+        gate: passed before pages are written. The engine's thread shuts it for requests whose pages must not be written.
+        report: takes the end of every load and watched hold.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class ConsumerSide:
             self._pool,
             one_sided,
             shards,
-            needs_words=bool(resources.identity.needs),
+            needs_final_token=bool(resources.identity.needs),
             audits=resources.audits,
         )
         self._dialler = Dialler(resources)
@@ -126,18 +123,18 @@ class ConsumerSide:
 
     @property
     def unhurried(self) -> bool:
-        """Whether what producers say next can wait for a moment: no chunk is on its way, and what
-        they said last were answers to heartbeats."""
+        """Whether messages of producers can wait for a moment: no chunk is on its way, and the last messages were answers
+        to heartbeats."""
         return self._keeper.only_pulses and not self._pool.held
 
     @property
     def urgent(self) -> bool:
-        """Whether there is work that the poller will not report."""
+        """Whether there is work that the poller does not signal."""
         return self._sessions.urgent
 
     @property
     def due(self) -> float:
-        """When `tick` is wanted at the latest, on its clock."""
+        """When `tick` must be called at the latest, on its clock."""
         return self._keeper.due
 
     @property
@@ -163,8 +160,7 @@ class ConsumerSide:
         self._commands.execute(command, fence, now)
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
-        """The engine serves other weights: KV that is under way is of no use, and every producer
-        must be compared with again."""
+        """The engine serves other weights: KV on its way cannot be used, and every producer must pass an audit again."""
         self._auditor.change_model(facts)
         self._keeper.change_model(facts, now)
 
@@ -182,7 +178,7 @@ class ConsumerSide:
         self._keeper.receive(now)
 
     def tick(self, now: float) -> None:
-        """End what has been silent for too long; send heartbeats when they are due."""
+        """End sessions and transfers whose deadlines have passed; send heartbeats that are due."""
         self._commands.tick(now)
         self._act(self._consumer.tick(now), now)
         self._keeper.tick(now, hurried=self._pool.held > 0)
@@ -197,7 +193,7 @@ class ConsumerSide:
         self._sessions.close()
 
     def _note_choice(self, source: Source, message: messages.Open) -> None:
-        """Count a transfer by its codec. Count and log what `codec: auto` has decided for it."""
+        """Count a transfer by its codec. With `codec: auto`, count and log the choice."""
         codec = self._consumer.codec(source, coded=message.coded)
         self._telemetry.count("asked_transfers", codec=codec)
         if choice := self._consumer.codec_choice(source):
@@ -216,9 +212,9 @@ class ConsumerSide:
                         self._sessions.send(session, message)
                     if isinstance(message, messages.Open):
                         self._note_choice(source, message)
-                case PlaceChunk() as place:
+                case IncomingChunk() as chunk:
                     pending.extend(
-                        self._consumer.landings.placed(place, *self._receiver.place(place), now)
+                        self._consumer.landings.placed(chunk, *self._receiver.place(chunk), now)
                     )
                 case Stalled(source):
                     self._keeper.stalled(source, now)

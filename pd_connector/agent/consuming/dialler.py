@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a consumer opens a session with a producer: it connects, says `Hello`, and checks the
-`Welcome`."""
+"""A consumer opens a session with a producer: it connects, sends `Hello`, and checks the `Welcome`."""
 
 import logging
 from collections.abc import Sequence
 
-from pd_connector.agent.consuming.receive_pipeline import ReceivePath
+from pd_connector.agent.consuming.open_session import ReceivePath
 from pd_connector.agent.handshake import RefusedError, check_welcome, hello
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
@@ -64,7 +63,7 @@ class Dialler:
     def welcomed(
         self, source: Source, welcome: messages.Welcome
     ) -> tuple[ReceivePath, ProducerSession]:
-        """What was agreed on: how chunks come, and what is known about the producer.
+        """The result of the handshake: how chunks come, and the session.
 
         Raises RefusedError if the two ranks cannot work together.
         """
@@ -95,7 +94,7 @@ class Dialler:
             way,
             ",".join(codecs) or "none",
         )
-        self._tell_of_codec(source, welcome.codecs, codecs)
+        self._log_unused_codec(source, welcome.codecs, codecs)
         return path, ProducerSession(
             epoch=welcome.epoch,
             slot_bytes=welcome.slot_bytes,
@@ -106,26 +105,26 @@ class Dialler:
             way=way,
             engine_id=welcome.engine_id,
             model=model_digest(facts),
-            told=described(facts),
+            model_text=described(facts),
             plain=plain,
             choice=CodecChoice(bytes_per_token(plain) / bytes_per_token(routes)) if plain else None,
         )
 
     def _plain(self, welcome: messages.Welcome, routes: tuple[Route, ...]) -> tuple[Route, ...]:
-        """The same routes in `raw`, if this side may choose between the two; otherwise none."""
+        """The same routes in `raw`, if this side can choose between both; otherwise none."""
         if self._config.codec != "auto" or not welcome.plain:
             return ()
         plain = check_welcome(welcome, self._identity, self._cache.geometry, [RAW.name])
         alike = [route.codec for route in plain] == [route.codec for route in routes]
         return () if alike else plain
 
-    def _tell_of_codec(self, source: Source, theirs: Sequence[str], used: Sequence[str]) -> None:
-        """Say it if KV comes uncoded although the configuration names a codec."""
-        wanted = self._config.codec
-        if wanted in ("auto", RAW.name) or list(used) != [RAW.name]:
+    def _log_unused_codec(self, source: Source, theirs: Sequence[str], used: Sequence[str]) -> None:
+        """Log if KV comes uncoded although the config names a codec."""
+        codec = self._config.codec
+        if codec in ("auto", RAW.name) or list(used) != [RAW.name]:
             return
-        if wanted not in theirs:
+        if codec not in theirs:
             why = f"that engine permits {', '.join(theirs)}: set its config key codec, too"
         else:
             why = "its cache has no more bits an element than the codec (docs/codecs.md)"
-        logger.warning("codec %s is not used with %s:%d: %s", wanted, *source[:2], why)
+        logger.warning("codec %s is not used with %s:%d: %s", codec, *source[:2], why)

@@ -160,7 +160,7 @@ def _victim_of_largest(
 def next_uncopied(catalog: sqlite3.Connection) -> list[bytes]:
     """Chunks that the disk lacks, in the order in which the memory evicts them: from the end of the chain that was used
     longest ago upwards, then the next chain."""
-    found: dict[bytes, None] = {}
+    uncopied: dict[bytes, None] = {}
     ends = f"{_ENDS} ORDER BY used LIMIT {_CANDIDATES}"
     for key, *_ in catalog.execute(ends, (MEMORY_TIER,)).fetchall():
         for _ in range(_CLIMBED):
@@ -170,11 +170,11 @@ def next_uncopied(catalog: sqlite3.Connection) -> list[bytes]:
             if row is None:
                 break
             if not row[1]:
-                found[key] = None
+                uncopied[key] = None
                 break
             key = row[0]
     rest = "SELECT key FROM chunks WHERE tier = 0 AND copied = 0 ORDER BY used LIMIT ?"
-    keys = found or [key for (key,) in catalog.execute(rest, (_CANDIDATES,))]
+    keys = uncopied or [key for (key,) in catalog.execute(rest, (_CANDIDATES,))]
     return [bytes(memoryview(key)) for key in keys]
 
 
@@ -214,7 +214,7 @@ def _within_half(
     catalog: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
 ) -> Iterator[Kept]:
     """The first rows, as far as a tenant may pin them. Its pins of chunks before are no longer needed, else the prompts of
-    one conversation would count again with each turn. The sums are formed once: other processes wait for the books."""
+    one conversation would count again with each turn. The sums are formed once, because other processes wait for the catalog."""
     half = one(catalog, "SELECT budget / 2 FROM tiers WHERE tier = 0")
     held = one(catalog, "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named")
     mine = {

@@ -17,8 +17,7 @@ from typing import Any, Literal
 from pd_connector.config import CONFIG_VARIABLE, HOST_VARIABLE
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.launch.engine import LINK_ONLY
-from pd_connector.tools.launch.netns import LINK, Namespace
-from pd_connector.tools.launch.service import Service
+from pd_connector.tools.launch.service import LINK, Network, Service
 
 SglangRole = Literal["prefill", "decode"]
 
@@ -65,8 +64,8 @@ def sglang_python() -> str:
 @cache
 def sglang_on_cpu(python: str) -> bool:
     """Whether the torch of this environment has no GPU support."""
-    asked = "import torch; print(torch.cuda.is_available())"
-    return subprocess.check_output([python, "-c", asked], text=True).strip() != "True"
+    program = "import torch; print(torch.cuda.is_available())"
+    return subprocess.check_output([python, "-c", program], text=True).strip() != "True"
 
 
 class SglangEngine(Service):
@@ -101,7 +100,7 @@ class SglangEngine(Service):
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
-        namespace: Namespace | None = None,
+        namespace: Network | None = None,
     ) -> None:
         super().__init__(name, log_path, namespace, port=port)
         self.model = str(model)

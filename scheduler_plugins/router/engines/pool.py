@@ -113,10 +113,10 @@ class EnginePool(Pool):
         """
         self._config = config
         unknown = self._named.use()
-        wanted = config.placed(self._named.members)
+        places = config.placed(self._named.members)
         leaving = list[BackendEngine]()
         for engine in self.engines:
-            place = wanted.pop(engine.url, None)
+            place = places.pop(engine.url, None)
             if place is not None:
                 if self.leaves(engine):
                     self._leaving.pop(engine).cancel()
@@ -124,12 +124,12 @@ class EnginePool(Pool):
                 self.replace(engine, place)
             elif not (unknown or self.leaves(engine)):
                 leaving.append(engine)
-        joining = [self.add(url, place) for url, place in wanted.items()]
+        joining = [self.add(url, place) for url, place in places.items()]
         for engine in leaving:
             self.remove(engine, joining)
         for engine in self.engines:
-            if found := config.kv_events.get(engine.url):
-                self.caches.follow(engine, *found, ranks=engine.ranks, first=engine.ranks[0])
+            if endpoints := config.kv_events.get(engine.url):
+                self.caches.follow(engine, *endpoints, ranks=engine.ranks, first=engine.ranks[0])
         self._on_change()
 
     def replace(self, engine: BackendEngine, place: Place) -> None:
@@ -142,9 +142,9 @@ class EnginePool(Pool):
             return
         home = role_state.home(role) if before.home == place.home else place.home
         if home is None:
-            engine.role_given, role_state.wanted = False, None
+            engine.role_given, role_state.switch_to = False, None
         elif role is not home and not engine.computes_prompts:  # an SGLang engine of one side
-            role_state.pinned, role_state.wanted = False, home
+            role_state.pinned, role_state.switch_to = False, home
             self.look_again(engine)
         else:
             if role is not home:
@@ -158,7 +158,7 @@ class EnginePool(Pool):
         engine.role_state.place = place
         engine.role_state.since_s = asyncio.get_running_loop().time()
         if self._config.profile:
-            engine.costs, engine.told_costs = load(Path(self._config.profile)), True
+            engine.costs, engine.costs_reported = load(Path(self._config.profile)), True
         looked_at = partial(self._looked_at, engine)
         watch = EngineWatch(engine, lambda: self._config, self._session, self.caches, looked_at)
         self._watches[engine] = watch
@@ -172,7 +172,7 @@ class EnginePool(Pool):
             joining: engines that replace it. The engine gets requests until they have been checked.
         """
         engine.draining = engine.draining or not joining
-        watches = [self._watches[one] for one in joining]
+        watches = [self._watches[newcomer] for newcomer in joining]
         self._leaving[engine] = asyncio.create_task(
             self._leave(engine, watches), name=f"leaving {engine.url}"
         )
@@ -212,7 +212,7 @@ class EnginePool(Pool):
         if version is None:
             version = Version(role_state.version.number + 1, self.name)
         role_state.version, role_state.pinned = version, pinned
-        role_state.wanted, role_state.problem = None, ""
+        role_state.switch_to, role_state.problem = None, ""
         if engine.role is not role or not engine.role_given:
             engine.role_given = True
             engine.change_role(role, asyncio.get_running_loop().time())
@@ -238,9 +238,9 @@ class EnginePool(Pool):
         engine.role_state.moving = role
         self._on_change()
 
-    def drain(self, engine: BackendEngine, wanted: bool) -> None:
+    def drain(self, engine: BackendEngine, drains: bool) -> None:
         """Set whether the engine drains: it finishes its requests and gets no new ones."""
-        engine.draining = wanted
+        engine.draining = drains
         self._on_change()
 
     async def close(self) -> None:

@@ -61,11 +61,11 @@ class SharedCounts:
 
     def totals(self, slot: int, rows: Sequence[int]) -> list[float]:
         """The counts of one engine over these rows: sums, and the latest time."""
-        found = []
+        totals = []
         for count in Count:
             values = [self._view[row * _ROW + slot * _FIELDS + count] for row in rows]
-            found.append(max(values) if count is Count.BUSY_SINCE_S else sum(values))
-        return found
+            totals.append(max(values) if count is Count.BUSY_SINCE_S else sum(values))
+        return totals
 
 
 class EngineCounts:
@@ -77,16 +77,16 @@ class EngineCounts:
         self._others = others
 
     def sum(self, count: Count) -> float:
-        view, found = self._view, 0.0
+        view, total = self._view, 0.0
         for start in self._others:
-            found += view[start + count]
-        return found
+            total += view[start + count]
+        return total
 
     def latest(self, count: Count) -> float:
-        view, found = self._view, 0.0
+        view, largest = self._view, 0.0
         for start in self._others:
-            found = max(found, view[start + count])
-        return found
+            largest = max(largest, view[start + count])
+        return largest
 
     def tell(self, counts: tuple[float, ...]) -> None:
         if self._own is not None:

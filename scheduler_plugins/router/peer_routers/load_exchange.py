@@ -66,7 +66,7 @@ class InFlight(msgspec.Struct, frozen=True, array_like=True):
 
 class _Heard(NamedTuple):
     at_s: float
-    told: InFlight
+    sent: InFlight
 
 
 class PeerRouters:
@@ -114,10 +114,12 @@ class PeerRouters:
                 if self._keys is not None:
                     self._keys.demand(telling)
                     self._keys.present(hearing)
-                for one in (telling, hearing):
-                    one.setsockopt(zmq.LINGER, 0)
-                    one.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
-                    keep_alive(one)  # who only hears would wait at a forgotten connection for ever
+                for socket in (telling, hearing):
+                    socket.setsockopt(zmq.LINGER, 0)
+                    socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+                    keep_alive(
+                        socket
+                    )  # who only hears would wait at a forgotten connection for ever
                 if exchange:
                     telling.bind(exchange)
                 hearing.setsockopt(zmq.SUBSCRIBE, b"")
@@ -178,35 +180,35 @@ class PeerRouters:
             # another router's.
             if any(counts):
                 # A leaving engine may have returned on another side, but it is the same engine.
-                known = engines.get(engine.url)
-                engines[engine.url] = counts if known is None else _added(known, counts)
+                counted = engines.get(engine.url)
+                engines[engine.url] = counts if counted is None else _added(counted, counts)
         roles, events = self._roles.telling(), self._pool.history.take_unsent()
         said = engines, roles
         if said == self._said and not events and now_s - self._said_s < QUIET_S:
             return None
         self._said, self._said_s = said, now_s
         self._number += 1
-        told = {name: _with_age(counts, now_s) for name, counts in engines.items()}
-        return msgspec.msgpack.encode(InFlight(self._name, self._number, told, roles, events))
+        sent = {name: _with_age(counts, now_s) for name, counts in engines.items()}
+        return msgspec.msgpack.encode(InFlight(self._name, self._number, sent, roles, events))
 
     def heard(self, message: bytes, now_s: float) -> None:
         """Take in a message. An invalid message changes nothing."""
         try:
-            told = _DECODER.decode(message)
+            sent = _DECODER.decode(message)
         except msgspec.MsgspecError as error:
             logger.debug("a message of another router cannot be read: %s", error)
             return
-        full = told.router not in self._heard and len(self._heard) >= MOST_FELLOWS
-        if told.router == self._name or full or self._numbers.get(told.router, 0) >= told.number:
+        full = sent.router not in self._heard and len(self._heard) >= MOST_FELLOWS
+        if sent.router == self._name or full or self._numbers.get(sent.router, 0) >= sent.number:
             return
-        self._numbers.pop(told.router, None)
-        self._numbers[told.router] = told.number
+        self._numbers.pop(sent.router, None)
+        self._numbers[sent.router] = sent.number
         if len(self._numbers) > MOST_REMEMBERED:
             del self._numbers[next(iter(self._numbers))]  # the router silent for the longest time
-        self._heard[told.router] = _Heard(now_s, told)
-        self._roles.heard(told.router, told.roles)
+        self._heard[sent.router] = _Heard(now_s, sent)
+        self._roles.heard(sent.router, sent.roles)
         groups = frozenset(engine.role_state.place.group for engine in self._pool.engines)
-        self._pool.history.heard(told.events, now_s, groups)
+        self._pool.history.heard(sent.events, now_s, groups)
 
     def show(self, now_s: float, *, forgets: bool = True) -> None:
         """Show the load of other routers to policies.
@@ -222,16 +224,16 @@ class PeerRouters:
         for engine in self._pool.engines:
             sums = [0.0] * len(Count)
             for heard in self._heard.values():
-                counts = heard.told.engines.get(engine.url)
+                counts = heard.sent.engines.get(engine.url)
                 if (
                     counts is None
                     or len(counts) != len(Count)
                     or not all(0 <= c < MOST for c in counts)
                 ):
                     continue
-                told = list(counts)
-                told[Count.BUSY_SINCE_S] = heard.at_s - counts[Count.BUSY_SINCE_S]
-                sums = _added(sums, told)
+                aligned = list(counts)
+                aligned[Count.BUSY_SINCE_S] = heard.at_s - counts[Count.BUSY_SINCE_S]
+                sums = _added(sums, aligned)
             slot = self._slots.of(engine)
             if slot is not None:
                 self._counts.put(FELLOWS_ROW, slot, sums)
@@ -264,18 +266,18 @@ class PeerRouters:
             )
 
 
-def _added(one: list[float], other: list[float]) -> list[float]:
+def _added(first: list[float], other: list[float]) -> list[float]:
     """The sums of two lists of counts, with the later of their times."""
-    sums = [a + b for a, b in zip(one, other, strict=True)]
-    sums[Count.BUSY_SINCE_S] = max(one[Count.BUSY_SINCE_S], other[Count.BUSY_SINCE_S])
+    sums = [a + b for a, b in zip(first, other, strict=True)]
+    sums[Count.BUSY_SINCE_S] = max(first[Count.BUSY_SINCE_S], other[Count.BUSY_SINCE_S])
     return sums
 
 
 def _with_age(counts: list[float], now_s: float) -> list[float]:
     """The counts in the form of a message: the time becomes an age, because clocks differ."""
-    told = list(counts)
-    told[Count.BUSY_SINCE_S] = max(0.0, now_s - counts[Count.BUSY_SINCE_S])
-    return told
+    sent = list(counts)
+    sent[Count.BUSY_SINCE_S] = max(0.0, now_s - counts[Count.BUSY_SINCE_S])
+    return sent
 
 
 _DECODER = msgspec.msgpack.Decoder(InFlight)

@@ -23,14 +23,14 @@ class EngineSlots:
 
     def follow(self, engines: Iterable[BackendEngine]) -> None:
         """Use these engines from now on."""
-        known = dict.fromkeys(engines)
-        for engine in self._slots.keys() - known.keys():
+        present = dict.fromkeys(engines)
+        for engine in self._slots.keys() - present.keys():
             slot = self._slots.pop(engine)
             engine.load.others = NoOthers()
             if slot < MOST_ENGINES:
                 self._counts.clear_engine(slot)
         taken = set(self._slots.values())
-        for engine in known.keys() - self._slots.keys():
+        for engine in present.keys() - self._slots.keys():
             slot = self._slots[engine] = next(n for n in count() if n not in taken)
             taken.add(slot)
             engine.load.others = self._counts.engine(slot) or NoOthers()

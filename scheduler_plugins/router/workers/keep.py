@@ -66,7 +66,7 @@ async def _all_listen(keeper: Supervisor, config: RouterConfig, port: int) -> No
     for child in keeper.children:
         await child.listening.wait()
     say_running(config, port)
-    with keeper.operator.told(config, port):
+    with keeper.operator.published(config, port):
         await asyncio.Event().wait()
 
 

@@ -52,8 +52,8 @@ class EngineState(msgspec.Struct, frozen=True):
     ended: int
     costs: CostModel
     draining: bool
-    told_costs: bool
-    told_block_tokens: int
+    costs_reported: bool
+    reported_block_tokens: int
     free_kv: float
     correction: Correction
     event_block_tokens: int | None

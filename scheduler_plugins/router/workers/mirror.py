@@ -118,7 +118,7 @@ class MirrorPool(Pool):
 
     def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
         number = self._numbers.get(engine)
-        if number is not None and not engine.told_costs:
+        if number is not None and not engine.costs_reported:
             self._link.send_soon(messages.Learnt(number, load, duration_s))
 
     def describe(self) -> list[dict[str, Any]]:

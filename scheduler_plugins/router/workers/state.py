@@ -42,8 +42,8 @@ def state_of(number: int, slot: int, engine: BackendEngine, cache: dict[str, Any
         engine.ended,
         engine.costs,
         engine.draining,
-        engine.told_costs,
-        engine.told_block_tokens,
+        engine.costs_reported,
+        engine.reported_block_tokens,
         engine.free_kv,
         engine.load.correction,
         None if engine.follower is None else engine.follower.block_tokens,
@@ -77,9 +77,9 @@ def apply(state: EngineState, engine: BackendEngine) -> None:
     engine.addresses, engine.bootstrap_port = state.addresses, state.bootstrap_port
     engine.down_since, engine.refusing = state.down_since, state.refusing
     engine.answers, engine.ended = state.answers, state.ended
-    engine.costs, engine.told_costs = state.costs, state.told_costs
+    engine.costs, engine.costs_reported = state.costs, state.costs_reported
     engine.draining, engine.free_kv = state.draining, state.free_kv
-    engine.told_block_tokens, engine.ranks = state.told_block_tokens, state.ranks
+    engine.reported_block_tokens, engine.ranks = state.reported_block_tokens, state.ranks
     engine.load.correction = state.correction
     engine.handoffs, engine.traffic = state.handoffs, state.traffic
     engine.store = state.store

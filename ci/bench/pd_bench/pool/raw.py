@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from pd_bench.machine import Noise
 from pd_bench.peer_environment import how_to_make, installed_version
 from pd_bench.pool import raw_party
 from pd_bench.pool.raw_party import OBJECT_BYTES
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.settings import memory_folder
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch.family import Family
 from pd_connector.tools.launch.ports import Port
 
@@ -35,8 +35,8 @@ BASELINES = {
     FILES: "plain files",
     COPY: "a copy",
 }
-"""What each way is called. Mooncake's memory is a process of its own, so that objects outlive the process that put them, as
-ours do; or it is in that process, and is lost with it."""
+"""The name of each way in the report. Mooncake's memory is either in a process of its own, so objects outlive the process that
+put them, as ours do; or in that process, and is lost with it."""
 BARS = {"put": 1.0, "get": 2.0}
 _RIVALS = (RIVAL, RIVAL_INSIDE)
 
@@ -55,7 +55,7 @@ class RawPair:
     """A process that puts, and another one that gets, with one way to store.
 
     Args:
-        settings: of each process; those after the second one only lend memory.
+        settings: one entry per process. The third and later processes only lend memory.
     """
 
     def __init__(self, way: str, count: int, settings: Sequence[Mapping[str, Any]]) -> None:
@@ -168,10 +168,10 @@ class RawBench:
             turn = number % len(pairs)  # each way is first, and last, in turn
             said = []
             for pair in (*pairs[turn:], *pairs[:turn]):
-                found = pair.run(number)
-                said.append(f"{pair.way} put {found['put']:.2f} get {found['get']:.2f}")
+                run = pair.run(number)
+                said.append(f"{pair.way} put {run['put']:.2f} get {run['get']:.2f}")
                 if number >= self.warm_ups:
-                    rates[pair.way].append(found)
+                    rates[pair.way].append(run)
             warming = "warm-up" if number < self.warm_ups else "run"
             say(f"raw, {warming}, GB/s: {', '.join(said)}")
         return rates

@@ -29,7 +29,7 @@ class FleetKind:
     """Whether the router knows the promises, and refuses what it cannot keep. If not, it assumes the usual ones."""
     engines: int = ENGINES
     latency_s: float = Network().latency_s
-    """The time of a handoff besides that of its bytes."""
+    """The fixed time of a handoff, added to the time of its bytes."""
 
     @property
     def ratios(self) -> range:
@@ -74,4 +74,4 @@ LLAMA_8B = FleetKind(
     ttft_s=1.0,
     tpot_s=0.05,
 )
-FLEETS = {one.name: one for one in (OPT_13B, LLAMA_8B)}
+FLEETS = {fleet.name: fleet for fleet in (OPT_13B, LLAMA_8B)}

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 from pd_bench.model import KV_BYTES_PER_TOKEN, MADE_UP_WEIGHTS, write_model
+from pd_bench.report import BenchError
 from pd_bench.roles import truth
 from pd_bench.roles.fleets import FleetKind
 from pd_bench.roles.play import Say
@@ -21,7 +22,6 @@ from pd_bench.roles.truth_live import Live, routed
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play
 from pd_bench.serve.stack import OUR_SCHEDULER
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.model import CostModel, StepLoad
@@ -39,7 +39,7 @@ MOST_BATCH = 8
 CACHE_GIB = 2
 AT_REST = 8
 AT_REST_SEED = 0
-"""Later measurements have other prompts. The engine has those of the first one cached."""
+"""Seed of the measurement at rest. Later measurements use other seeds, because the engine has these prompts cached."""
 USUAL = 0.98
 """This part of the requests is no longer than those that are measured."""
 MODEL = "mock"
@@ -63,17 +63,17 @@ def engines(
     Args:
         busy: how busy they will be, by a simulation with these costs.
     """
-    lengths = sorted(one.tokens + one.max_tokens for one in requests)
+    lengths = sorted(request.tokens + request.max_tokens for request in requests)
     longest, usual = lengths[-1], lengths[int(USUAL * len(lengths))]
     with tempfile.TemporaryDirectory(prefix="pd-connector-model-") as folder:
         model, logs = write_model(Path(folder)), log_folder()
         say(f"logs in {logs}")
         made = _made(model, longest + 64, logs)
         try:
-            for one in made:
-                one.start()
+            for engine in made:
+                engine.start()
             wait_all(made)
-            urls = [one.base_url for one in made]
+            urls = [engine.base_url for engine in made]
             say("measuring an engine while the others rest")
             rested = asyncio.run(_at_rest(urls[0], usual))
             fleet = FleetKind(
@@ -89,7 +89,7 @@ def engines(
             save(logs / "costs.json", rested.model)
             live = Live(fleet, made, 1, logs / "costs.json", logs)
             handoff_s = _handoff_s(live, rested.model)
-            say(f"{_told(rested.model)}; a handoff takes {handoff_s * 1e3:.0f} ms")
+            say(f"{_described(rested.model)}; a handoff takes {handoff_s * 1e3:.0f} ms")
             others = busy(fleet := replace(fleet, latency_s=handoff_s))
             say(
                 f"measuring it while {others.beside_prefill:.2f} others compute beside a prompt, and "
@@ -97,7 +97,7 @@ def engines(
             )
             costs = asyncio.run(_costs_beside(urls, usual, requests, others))
             save(logs / "costs.json", costs)
-            say(_told(costs))
+            say(_described(costs))
             yield live._replace(fleet=replace(fleet, costs=costs))
         finally:
             stop_services(made)
@@ -123,7 +123,7 @@ def _made(model: Path, longest: int, logs: Path) -> list[VllmEngine]:
 
 async def _at_rest(url: str, longest: int) -> Profile:
     async with connect(url) as client:
-        return await measure(client, _wanted(longest), _silent, AT_REST_SEED)
+        return await measure(client, _plan(longest), _silent, AT_REST_SEED)
 
 
 async def _costs_beside(
@@ -135,12 +135,12 @@ async def _costs_beside(
     async with connect(urls[0]) as client:
         for seed, (beside, only) in enumerate(kinds, AT_REST_SEED + 1):
             async with _serving(urls[1:], requests, beside / len(urls[1:])):
-                wanted = _wanted(longest)
-                measured += (await time_steps(client, wanted, _silent, seed, only)).measured
+                plan_measured = _plan(longest)
+                measured += (await time_steps(client, plan_measured, _silent, seed, only)).measured
     return fit(measured, STEP_TOKENS)
 
 
-def _wanted(longest: int) -> Wanted:
+def _plan(longest: int) -> Wanted:
     return Wanted(longest, MOST_BATCH, repeats=2, chunk_tokens=STEP_TOKENS)
 
 
@@ -171,7 +171,7 @@ async def _serving(
         for task in tasks:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-    if failed := [one for one in ended if isinstance(one, Exception)]:
+    if failed := [result for result in ended if isinstance(result, Exception)]:
         raise failed[0]
 
 
@@ -180,8 +180,8 @@ async def _serve(url: str, requests: Sequence[Waiting], part: float, random: Ran
     async with connect(url) as client:
         pool = await client.pool()
         while True:
-            one, begun_s = random.choice(requests), time.perf_counter()
-            await client.complete(random.choices(pool, k=one.tokens), one.max_tokens)
+            request, begun_s = random.choice(requests), time.perf_counter()
+            await client.complete(random.choices(pool, k=request.tokens), request.max_tokens)
             took_s = time.perf_counter() - begun_s
             await asyncio.sleep(took_s * (1 - part) / part)
 
@@ -194,15 +194,15 @@ def _handoff_s(live: Live, costs: CostModel) -> float:
     sent = [Sent(n * 1.0, text, 2, tokens) for n, text in enumerate(prompts)]
     with routed(live, 1, "fixed") as router:
         answers = asyncio.run(play([router.base_url], sent, 1.0))[AT_REST:]
-    if failed := [one for one in answers if not one.served]:
+    if failed := [answer for answer in answers if not answer.served]:
         raise BenchError(f"a request at rest failed: {failed[0].status} {failed[0].error}")
     return max(
         0.0,
-        statistics.median(one.ttft_s for one in answers) - costs.prefill_s(tokens) - costs.d0,
+        statistics.median(answer.ttft_s for answer in answers) - costs.prefill_s(tokens) - costs.d0,
     )
 
 
-def _told(costs: CostModel) -> str:
+def _described(costs: CostModel) -> str:
     return (
         f"a prompt of 1,000 tokens takes {costs.prefill_s(1000):.3f} s, a step of 4 x 500 tokens "
         f"{costs.decode_step_s(4, 2000) * 1e3:.1f} ms"

@@ -74,7 +74,7 @@ def test_an_engines_own_word_counts_for_all_workers_together() -> None:
     counts = keeper.engine(3)
     assert counts is not None
     watching.others = counts
-    watching.told(0.0, 3, 350, 20.0)
+    watching.reported(0.0, 3, 350, 20.0)
     assert watching.correction.batch == 1, "one sequence is another client's"
     one.correction = watching.correction
     assert (one.batch, one.context) == (3, 350)
