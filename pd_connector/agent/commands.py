@@ -81,7 +81,7 @@ class ChangeModel(NamedTuple):
 
 
 class ReadWeights(NamedTuple):
-    """So many bytes of the files of the weights have been read now."""
+    """How much of the files of the weights has been read now, in bytes."""
 
     read_bytes: int
     nbytes: int  # of all files

@@ -41,7 +41,7 @@ class _Progress:
         self._nbytes, self._next_s = 0, 0.0
 
     def add(self, nbytes: int) -> None:
-        """So many more."""
+        """Count more bytes as known."""
         with self._lock:
             self._nbytes += nbytes
             if time.monotonic() >= self._next_s:

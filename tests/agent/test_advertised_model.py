@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def kinds(self) -> list[type]:
-        """Of the commands but those that tell how far reading is."""
+        """Kinds of the commands, without those that tell how far reading is."""
         return [type(one) for one in self.commands if not isinstance(one, ReadWeights)]
 
 
