@@ -17,14 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
-
+from pd_bench.report import BenchError, Comparison
 from pd_bench.router.contenders import Ours
 from pd_bench.router.rotations import Say, cluster
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play
 from pd_bench.router.two import in_touch
+from pd_bench.sample import Sample
 from pd_connector.tools.launch import Port, Service
 
 TTFT_BAR, CPU_BAR = 1.1, 1.3

@@ -61,13 +61,13 @@ def _config_of(model: str) -> Path:
         return path
     if path.is_dir():
         return path / "config.json"
-    found: Any = None
+    cached: Any = None
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(model, "config.json")
+        cached = try_to_load_from_cache(model, "config.json")
     except (ImportError, ValueError):  # not installed, or no name of a model
         pass
-    if not isinstance(found, str):
+    if not isinstance(cached, str):
         raise FileNotFoundError(f"{model}: no such folder, and not in Hugging Face's cache here")
-    return Path(found)
+    return Path(cached)
