@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on an engine from other processes of this router and from other routers."""
+"""The counts that each sender of requests keeps for an engine, and tells other senders."""
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol
 
 
 class Count(IntEnum):
-    """The counts that each sender of requests keeps for an engine."""
+    """The place of each count in a list."""
 
     OPEN = 0
     """Open exchanges with the engine."""
@@ -16,34 +15,12 @@ class Count(IntEnum):
     QUEUED_S = 2
     """Predicted seconds of all its prompts. Elapsed time is not subtracted."""
     BUSY_SINCE_S = 3
-    """Latest time at which the prompt under way began."""
+    """Latest time at which the prompt under way began. Of several senders, the latest counts, and not the sum."""
     QUEUED_TOKENS = 4
     DECODES = 5
     CONTEXT = 6
     HEAVY = 7
 
 
-class Others(Protocol):
-    """The counts of other processes and other routers for one engine."""
-
-    def sum(self, count: Count) -> float:
-        """The sum of this count over all others."""
-
-    def latest(self, count: Count) -> float:
-        """The largest number of all others; 0 if there are no others."""
-
-    def tell(self, counts: tuple[float, ...]) -> None:
-        """Publish this process's own counts, in the order of `Count`."""
-
-
-class NoOthers:
-    """`Others` for a single router with a single process."""
-
-    def sum(self, count: Count) -> float:
-        return 0.0
-
-    def latest(self, count: Count) -> float:
-        return 0.0
-
-    def tell(self, counts: tuple[float, ...]) -> None:
-        pass
+NONE = (0.0,) * len(Count)
+"""The counts of a sender that has sent nothing."""

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of the same engines send each other their load on each engine every 50 ms.
+"""Workers of a router, and routers of the same engines, send each other their load on each engine every 50 ms.
 
-A router that hears nothing of other routers ignores their work. Messages may be late or wrong, which costs time only.
-With a secret (`PD_ROUTER_KEY`), both sides of a connection prove that they have it, and messages are encrypted
-(CURVE).
+A process that hears nothing of the others ignores their work. Messages may be late or wrong, which costs time only.
+Workers of one router talk over sockets in a folder that only their user can enter. The first worker also talks to other
+routers, and passes messages on in both directions. With a secret (`PD_ROUTER_KEY`), both sides of a connection between
+routers prove that they have it, and messages are encrypted (CURVE).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -19,15 +22,17 @@ import zmq.asyncio
 
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.control.liveness import keep_alive
-from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.observed import Event
-from scheduler_plugins.router.engines.others import Count
+from scheduler_plugins.router.engines.others import NONE, Count
 from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.engines.role_state import MOST_DECISIONS, Decision
+from scheduler_plugins.router.index.hashes import packed, unpacked
 from scheduler_plugins.router.loop import is_behind
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.peer_routers.advertised_engines import AdvertisedEngines, EngineList
 from scheduler_plugins.router.peer_routers.advertised_roles import AdvertisedRole, AdvertisedRoles
-from scheduler_plugins.router.peer_routers.counts import FELLOWS_ROW, SharedCounts
-from scheduler_plugins.router.peer_routers.slots import EngineSlots
+from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
+from scheduler_plugins.router.roles.base import Front
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +53,17 @@ MOST_FELLOWS = 256
 """Most other routers whose counts are used at a time."""
 MOST_REMEMBERED = 16 * MOST_FELLOWS
 """Most routers whose last message number is remembered, including routers that have ended."""
+MOST_HASHES = 1 << 15
+"""Most hashes of prompts in a message. Further prompts are dropped: the guess of what engines have cached can miss some."""
+ALONE_S = 2.0
+"""A worker that hears no other worker for this time after its start acts alone."""
 
 
 class InFlight(msgspec.Struct, frozen=True, array_like=True):
-    """The open work of one router."""
+    """The open work of one process."""
 
     router: str
+    """Its name, which is new at each start."""
     number: int
     """Number of the message. A message with an old number is ignored, even after its router has ended."""
     engines: dict[str, list[float]]
@@ -62,6 +72,17 @@ class InFlight(msgspec.Struct, frozen=True, array_like=True):
     """Roles that differ from the settings, by the engine's URL."""
     events: list[Event] = []
     """What happened to requests since the message before."""
+    router_id: str = ""
+    """What all workers of one router have in common; empty: the router is one process."""
+    front: dict[str, Front] = {}
+    """What waits in its front queue, by group."""
+    prompts: list[tuple[str, bytes]] = []
+    """Prompts since the message before that engines without events have computed: URL, and hashes of 8 bytes each
+    (little-endian)."""
+    listed: EngineList | None = None
+    """The list of engines, if an operator or the settings file has changed it. It holds for workers of the same router."""
+    decisions: tuple[Decision, ...] = ()
+    """The last decisions on roles. They are shown by workers of the same router."""
 
 
 class _Heard(NamedTuple):
@@ -69,68 +90,117 @@ class _Heard(NamedTuple):
     told: InFlight
 
 
-class PeerRouters:
-    """Maintains the shared counts' row for other routers, and agrees with them on roles."""
+class _Circle:
+    """The sockets of processes that hear each other."""
 
     def __init__(
         self,
-        counts: SharedCounts,
-        slots: EngineSlots,
+        context: zmq.asyncio.Context,
+        own: str,
+        others: Collection[str],
+        keys: CurveKeys | None,
+    ) -> None:
+        """Raises zmq.ZMQError if the address cannot be bound.
+
+        Args:
+            own: address where the others hear this process; empty: they do not.
+            keys: made from the secret of the circle; None: it has none.
+        """
+        self.telling, self.hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
+        try:
+            if keys is not None:
+                keys.demand(self.telling)
+                keys.present(self.hearing)
+            for one in (self.telling, self.hearing):
+                one.setsockopt(zmq.LINGER, 0)
+                one.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+                keep_alive(one)  # who only hears would wait at a forgotten connection for ever
+            if own:
+                self.telling.bind(own)
+            self.hearing.setsockopt(zmq.SUBSCRIBE, b"")
+            for address in others:
+                self.hearing.connect(address)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.telling.close()
+        self.hearing.close()
+
+
+class PeerRouters:
+    """Adds the load of other workers and routers to the pool's engines, and agrees with them on roles."""
+
+    def __init__(
+        self,
         pool: EnginePool,
-        own: Callable[[BackendEngine], list[float]],
-        key: str,
         metrics: Metrics,
+        *,
+        key: str = "",
+        place: WorkerPlace | None = None,
+        waiting: Callable[[], Mapping[str, Front]] = dict,
     ) -> None:
         """Start nothing yet.
 
         Args:
-            slots: the engines' slots in `counts`.
-            own: returns this router's counts for an engine, in the order of `Count`.
             key: the secret that all routers share; empty: none.
+            place: of this process among the workers of its router; None: the router is one process.
+            waiting: returns what waits in this process's front queue, by group.
         """
-        self._counts, self._slots = counts, slots
-        self._pool, self._own = pool, own
-        self._roles = AdvertisedRoles(pool)
+        self._pool, self._place, self._waiting = pool, place, waiting
+        self._roles, self._list = AdvertisedRoles(pool), AdvertisedEngines(pool)
         self._keys = CurveKeys.derive(key, _CHANNEL) if key else None
-        self._name = pool.name
+        self._name, self._router_id = pool.name, place.router_id if place else ""
         self._number = 0
-        self._said: tuple[dict[str, list[float]], dict[str, AdvertisedRole]] = {}, {}
-        self._said_s = 0.0
+        self._said: Sequence[object] = ()
+        self._said_s = self._begun_s = 0.0
         self._heard: dict[str, _Heard] = {}
         self._numbers: dict[str, int] = {}
-        self._gauge = metrics.fellows
+        self._metrics = metrics
         self._complete_s: float | None = None
         self._missed = False
         self._named = 0  # other routers that this one should hear
+        self._hears_workers = asyncio.Event()
 
     async def run(self, exchange: str, fellows: Collection[str]) -> None:
-        """Send and receive until cancelled. Raises zmq.ZMQError if the address cannot be bound."""
-        self._named, self._pool.leads = len(set(fellows)), not fellows
-        self._pool.history.listened = bool(exchange)
+        """Send and receive until cancelled. Raises zmq.ZMQError if an address cannot be bound.
+
+        Args:
+            exchange: address where other routers hear this one; empty: none does.
+            fellows: where this router hears others.
+        """
+        place, self._begun_s = self._place, asyncio.get_running_loop().time()
+        self._named = len(set(fellows))
+        self._pool.leads = not (fellows or place)
+        self._metrics.first_worker = place is None
+        self._pool.history.listened = bool(exchange or place)
+        self._pool.unsent_prompts = [] if exchange or place else None
         with zmq.asyncio.Context() as context:
-            gatekeeper = self._gatekeeper(context)
-            telling, hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
+            circles, gatekeeper = list[_Circle](), None
             try:
-                if self._keys is not None:
-                    self._keys.demand(telling)
-                    self._keys.present(hearing)
-                for one in (telling, hearing):
-                    one.setsockopt(zmq.LINGER, 0)
-                    one.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
-                    keep_alive(one)  # who only hears would wait at a forgotten connection for ever
-                if exchange:
-                    telling.bind(exchange)
-                hearing.setsockopt(zmq.SUBSCRIBE, b"")
-                for address in fellows:
-                    hearing.connect(address)
+                if place is not None:
+                    circles.append(_Circle(context, place.address, place.others, None))
+                if (exchange or fellows) and (place is None or place.is_first):
+                    gatekeeper = self._gatekeeper(context)
+                    circles.append(_Circle(context, exchange, fellows, self._keys))
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._tell(telling, len(set(fellows)), gatekeeper))
-                    group.create_task(self._hear(hearing))
+                    group.create_task(self._tell(circles, gatekeeper))
+                    for one in circles:
+                        group.create_task(self._hear(one, [c for c in circles if c is not one]))
             finally:
-                telling.close()
-                hearing.close()
+                for one in circles:
+                    one.close()
                 if gatekeeper is not None:
                     gatekeeper.close()
+
+    async def introduced(self) -> None:
+        """Wait until another worker is heard, `ALONE_S` at most: then this one knows the list of engines and their roles.
+        Returns at once if the router is one process."""
+        if self._place is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ALONE_S):
+                    await self._hears_workers.wait()
 
     def _gatekeeper(self, context: zmq.asyncio.Context) -> Gatekeeper | None:
         """Admits connections that have the secret, whenever `_tell` runs it; None: there is no secret."""
@@ -139,21 +209,20 @@ class PeerRouters:
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         return Gatekeeper(plain, self._keys)
 
-    async def _tell(
-        self, socket: zmq.asyncio.Socket, named: int, gatekeeper: Gatekeeper | None
-    ) -> None:
+    async def _tell(self, circles: Sequence[_Circle], gatekeeper: Gatekeeper | None) -> None:
         loop = asyncio.get_running_loop()
         while True:
             if gatekeeper is not None:
                 gatekeeper.answer()
-            self._slots.follow(self._pool.engines)
             if (content := self.saying(loop.time())) is not None:
-                await socket.send(content)
+                for one in circles:
+                    await one.telling.send(content)
             self.show(loop.time(), forgets=not is_behind())
-            self.count(named, loop.time())
+            self.count(self._named, loop.time())
             await asyncio.sleep(EVERY_S)
 
-    async def _hear(self, socket: zmq.asyncio.Socket) -> None:
+    async def _hear(self, circle: _Circle, others: Sequence[_Circle]) -> None:
+        """Take in what one circle says, and pass it on to the others."""
         loop, showing = asyncio.get_running_loop(), False
 
         def show() -> None:
@@ -162,7 +231,10 @@ class PeerRouters:
             self.show(loop.time(), forgets=not is_behind())
 
         while True:
-            self.heard(await socket.recv(), loop.time())
+            message = await circle.hearing.recv()
+            if self.heard(message, loop.time()):
+                for one in others:
+                    await one.telling.send(message)
             if not showing:
                 showing = True
                 loop.call_later(TOGETHER_S, show)
@@ -171,34 +243,65 @@ class PeerRouters:
         """The next message to send; None: nothing is new."""
         engines = dict[str, list[float]]()
         for engine in self._pool.engines:
-            counts = self._own(engine)
-            # Open requests are not sent, because a leaving engine waits only for this router's own.
-            counts[Count.OPEN] = 0.0
+            counts = list(engine.load.counts())
             # Also report an engine whose last prompt has ended. That time is when its next prompt began, which may be
             # another router's.
             if any(counts):
                 # A leaving engine may have returned on another side, but it is the same engine.
                 known = engines.get(engine.url)
                 engines[engine.url] = counts if known is None else _added(known, counts)
-        roles, events = self._roles.telling(), self._pool.history.take_unsent()
-        said = engines, roles
-        if said == self._said and not events and now_s - self._said_s < QUIET_S:
+        roles, events, prompts = (
+            self._roles.telling(),
+            self._pool.history.take_unsent(),
+            self._prompts(),
+        )
+        front, listed, decisions = dict(self._waiting()), None, tuple[Decision, ...]()
+        if self._router_id:
+            listed = self._list.telling()
+            decisions = tuple(self._pool.decisions) if self._pool.leads else ()
+        said = engines, roles, front, listed, decisions
+        if said == self._said and not events and not prompts and now_s - self._said_s < QUIET_S:
             return None
         self._said, self._said_s = said, now_s
         self._number += 1
         told = {name: _with_age(counts, now_s) for name, counts in engines.items()}
-        return msgspec.msgpack.encode(InFlight(self._name, self._number, told, roles, events))
+        return msgspec.msgpack.encode(
+            InFlight(
+                self._name,
+                self._number,
+                told,
+                roles,
+                events,
+                self._router_id,
+                front,
+                prompts,
+                listed,
+                decisions,
+            )
+        )
 
-    def heard(self, message: bytes, now_s: float) -> None:
-        """Take in a message. An invalid message changes nothing."""
+    def _prompts(self) -> list[tuple[str, bytes]]:
+        """Prompts that the others do not know of."""
+        if not self._pool.unsent_prompts:
+            return []
+        unsent, self._pool.unsent_prompts = self._pool.unsent_prompts, []
+        found, left = list[tuple[str, bytes]](), MOST_HASHES
+        for url, hashes in unsent:
+            if (left := left - len(hashes)) < 0:
+                break
+            found.append((url, packed(hashes)))
+        return found
+
+    def heard(self, message: bytes, now_s: float) -> bool:
+        """Take in a message. Returns whether it is new and valid; otherwise it changes nothing."""
         try:
             told = _DECODER.decode(message)
         except msgspec.MsgspecError as error:
             logger.debug("a message of another router cannot be read: %s", error)
-            return
+            return False
         full = told.router not in self._heard and len(self._heard) >= MOST_FELLOWS
         if told.router == self._name or full or self._numbers.get(told.router, 0) >= told.number:
-            return
+            return False
         self._numbers.pop(told.router, None)
         self._numbers[told.router] = told.number
         if len(self._numbers) > MOST_REMEMBERED:
@@ -207,6 +310,32 @@ class PeerRouters:
         self._roles.heard(told.router, told.roles)
         groups = frozenset(engine.role_state.place.group for engine in self._pool.engines)
         self._pool.history.heard(told.events, now_s, groups)
+        self._note_prompts(told.prompts)
+        if told.router_id and told.router_id == self._router_id:
+            self._hears_workers.set()
+            self._list.heard(told.listed)
+            if told.decisions and not self._pool.leads:
+                self._pool.decisions = deque(told.decisions, maxlen=MOST_DECISIONS)
+        return True
+
+    def _note_prompts(self, prompts: Sequence[tuple[str, bytes]]) -> None:
+        engines = {engine.url: engine for engine in self._pool.engines} if prompts else {}
+        for url, content in prompts:
+            if url in engines:
+                self._pool.prefilled_elsewhere(engines[url], unpacked(content))
+
+    def waiting(self) -> dict[str, Front]:
+        """What waits in the front queues of all workers and routers, by group."""
+        found = dict(self._waiting())
+        for heard in self._heard.values():
+            for group, one in heard.told.front.items():
+                other = found.get(group, Front())
+                found[group] = Front(
+                    one.requests + other.requests,
+                    one.tokens + other.tokens,
+                    max(one.oldest_s, other.oldest_s),
+                )
+        return found
 
     def show(self, now_s: float, *, forgets: bool = True) -> None:
         """Show the load of other routers to policies.
@@ -218,9 +347,9 @@ class PeerRouters:
             if forgets and now_s - heard.at_s > FORGOTTEN_S:
                 del self._heard[name]
         self._roles.forget(self._heard.keys())
-        self._pool.leads = self._leads()
+        self._pool.leads, self._metrics.first_worker = self._leads(), self._is_first_worker(now_s)
         for engine in self._pool.engines:
-            sums = [0.0] * len(Count)
+            sums = list(NONE)
             for heard in self._heard.values():
                 counts = heard.told.engines.get(engine.url)
                 if (
@@ -232,21 +361,36 @@ class PeerRouters:
                 told = list(counts)
                 told[Count.BUSY_SINCE_S] = heard.at_s - counts[Count.BUSY_SINCE_S]
                 sums = _added(sums, told)
-            slot = self._slots.of(engine)
-            if slot is not None:
-                self._counts.put(FELLOWS_ROW, slot, sums)
+            engine.load.others = sums
 
     def _leads(self) -> bool:
-        """Whether this router decides on roles: its name is the smallest of those that hear each other. A router that
-        should hear others, and hears none, leaves roles as they are."""
-        return all(self._name < name for name in self._heard) and bool(
-            self._heard or not self._named
-        )
+        """Whether this process decides on roles: its name is the smallest of those that hear each other. A process that
+        should hear other routers, or other workers, and hears none, leaves roles as they are."""
+        hears = (self._routers() or not self._named) and (self._workers() or self._place is None)
+        return all(self._name < name for name in self._heard) and bool(hears)
+
+    def _is_first_worker(self, now_s: float) -> bool:
+        """Whether this worker does what one worker does for all."""
+        if self._place is None:
+            return True
+        workers = self._workers()
+        alone = not workers and now_s - self._begun_s > ALONE_S
+        return alone or (bool(workers) and all(self._name < name for name in workers))
+
+    def _workers(self) -> list[str]:
+        """Names of the other workers of this router that are heard."""
+        own = self._router_id
+        return [name for name, one in self._heard.items() if own and one.told.router_id == own]
+
+    def _routers(self) -> set[str]:
+        """Other routers that are heard. A router in several processes counts once."""
+        ids = {one.told.router_id or name for name, one in self._heard.items()}
+        return ids - {self._router_id}
 
     def count(self, named: int, now_s: float) -> None:
         """Report how many other routers are heard, and warn if they are fewer than named."""
-        heard = len(self._heard)
-        self._gauge.set(heard)
+        heard = len(self._routers())
+        self._metrics.fellows.set(heard)
         if self._complete_s is None or heard >= named:
             self._complete_s = now_s
             if self._missed:

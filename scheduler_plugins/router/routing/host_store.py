@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil, inf
 
-from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.stored import MEMORY, StorePlace
 
@@ -27,7 +27,7 @@ class HostStore:
         self.block_tokens = self._place.chunk_tokens
         self._slow = 0  # chunks of the last prompt that are not in memory
 
-    def match(self, prefixes: PrefixReader, prompt: PromptKeys) -> int:
+    def match(self, prefixes: Prefixes, prompt: PromptKeys) -> int:
         """Leading chunks of the prompt that are there."""
         chunks, in_memory = prefixes.in_store(prompt, self._place)
         self._slow = chunks - in_memory

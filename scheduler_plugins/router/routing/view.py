@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.stored import StorePlace
 from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
@@ -19,7 +19,7 @@ class LiveView:
     def __init__(
         self,
         engines: Mapping[Role, Sequence[EngineView]],
-        prefixes: PrefixReader,
+        prefixes: Prefixes,
         now_s: float,
         places: Mapping[str, StorePlace] | None = None,
     ) -> None:

@@ -11,6 +11,9 @@ from typing import cast
 import msgspec
 import pytest
 from router_fakes import DEADLINE_S, FAST, FakeEngine, run, until
+from scheduler_plugins.router.peer_routers.counts import SharedCounts, words_for
+from scheduler_plugins.router.peer_routers.memory import WORD_BYTES
+from scheduler_plugins.router.peer_routers.slots import EngineSlots
 from support.free_ports import free_ports
 from support.vanishing import forget
 
@@ -22,7 +25,6 @@ from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.peer_routers import load_exchange as load_exchange
-from scheduler_plugins.router.peer_routers.counts import SharedCounts, words_for
 from scheduler_plugins.router.peer_routers.load_exchange import (
     FORGOTTEN_S,
     MOST_REMEMBERED,
@@ -30,8 +32,6 @@ from scheduler_plugins.router.peer_routers.load_exchange import (
     InFlight,
     PeerRouters,
 )
-from scheduler_plugins.router.peer_routers.memory import WORD_BYTES
-from scheduler_plugins.router.peer_routers.slots import EngineSlots
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig

@@ -6,6 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from scheduler_plugins.router.index.table import HashTable
+from scheduler_plugins.router.peer_routers.counts import SharedCounts, words_for
+from scheduler_plugins.router.peer_routers.memory import SharedWords, attach
+from scheduler_plugins.router.workers.merging import added, counters_only, families_of, merged
+from scheduler_plugins.router.workers.messages import Engines
+from scheduler_plugins.router.workers.tables import SharedPrefixes, SharedTable, TableMemory
 
 from pd_connector.pool.keys import chain
 from scheduler_plugins.router.engines.counted_load import EngineLoad
@@ -14,13 +20,7 @@ from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.stored import InStore, StorePlace
-from scheduler_plugins.router.index.table import HashTable
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.peer_routers.counts import SharedCounts, words_for
-from scheduler_plugins.router.peer_routers.memory import SharedWords, attach
-from scheduler_plugins.router.workers.merging import added, counters_only, families_of, merged
-from scheduler_plugins.router.workers.messages import Engines
-from scheduler_plugins.router.workers.tables import SharedPrefixes, SharedTable, TableMemory
 
 
 def two_loads(slot: int = 3) -> tuple[EngineLoad, EngineLoad, SharedCounts]:

@@ -2,9 +2,9 @@
 """One `/metrics` for all processes: counts are added up, what each has learnt is not."""
 
 from prometheus_client.parser import text_string_to_metric_families
+from scheduler_plugins.router.workers.merging import families_of, merged
 
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.workers.merging import families_of, merged
 
 
 def test_a_margin_is_the_largest_that_a_process_has_learnt_and_counts_are_added_up() -> None:
