@@ -2,7 +2,8 @@
 """One `/metrics` for all workers of a router. Each worker writes its metrics to a file every second, and reads the
 others' files when it is asked.
 
-A worker that ends leaves its file. Its successor goes on with the counters in it, because a counter must not fall.
+When a worker has ended, the supervisor renames its file (`note_end`). Its successor goes on with the counters in it,
+because a counter must not fall.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -26,8 +27,6 @@ from scheduler_plugins.router.recent_history import Beat
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-ENDED_S = 5.0
-"""A file that was not written for this time is that of a worker that has ended: only its counters count."""
 LARGEST = (
     "pd_router:engine_up",
     "pd_router:fellows",
@@ -61,8 +60,6 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 class _Written(msgspec.Struct, frozen=True, array_like=True):
     """What a worker leaves for the others, and for its successor."""
 
-    at_s: float
-    """On the monotonic clock, which all processes of a machine share."""
     families: tuple[Family, ...]
     beats: tuple[Beat, ...]
 
@@ -73,10 +70,10 @@ class AllMetrics:
     def __init__(self, metrics: Metrics, place: WorkerPlace) -> None:
         """Go on where this worker's predecessor ended."""
         self._metrics = metrics
-        self._path, self._folder = _path(place, place.number), place.folder
-        self._others = [_path(place, n) for n in range(place.workers) if n != place.number]
+        self._path, self._folder = _path(place.folder, place.number), place.folder
+        self._others = [n for n in range(place.workers) if n != place.number]
         self._before: tuple[Family, ...] = ()
-        if (left := _read(self._path)) is not None:
+        if (left := _read(_ended(place.folder, place.number))) is not None:
             self._before = _counters(left.families)
             metrics.pulse.use(left.beats)
         metrics.worker_restarts.inc(place.again)
@@ -96,33 +93,46 @@ class AllMetrics:
     async def _keep_writing(self) -> None:
         while True:
             await asyncio.sleep(EVERY_S)
-            try:
-                self._write(self._families())
-            except OSError as error:
-                logger.warning("%s: other workers do not see these metrics: %s", self._path, error)
+            self._write(self._families())
 
     def render(self) -> bytes:
-        """The metrics of all workers in Prometheus' text format."""
-        parts = [self._families()]
-        for found in map(_read, self._others):
-            if found is not None:
-                ended = time.monotonic() - found.at_s > ENDED_S
-                parts.append(_counters(found.families) if ended else found.families)
+        """The metrics of all workers in Prometheus' text format. What is shown of this worker is also written: a counter
+        that another worker shows later must not be lower."""
+        own = self._families()
+        self._write(own)
+        parts = [own]
+        for number in self._others:
+            if (found := _read(_path(self._folder, number))) is not None:
+                parts.append(found.families)
+            elif (found := _read(_ended(self._folder, number))) is not None:
+                parts.append(_counters(found.families))
         return generate_latest(_Merged(merged(parts)))
 
     def _families(self) -> tuple[Family, ...]:
         return merged([self._before, families_of(self._metrics.registry)])
 
     def _write(self, families: tuple[Family, ...]) -> None:
-        now_s = time.monotonic()
-        written = _Written(now_s, families, self._metrics.pulse.beats(now_s))
+        written = _Written(families, self._metrics.pulse.beats(time.monotonic()))
         fresh = self._path.with_suffix(".new")
-        fresh.write_bytes(msgspec.msgpack.encode(written))
-        fresh.replace(self._path)
+        try:
+            fresh.write_bytes(msgspec.msgpack.encode(written))
+            fresh.replace(self._path)
+        except OSError as error:
+            logger.warning("%s: other workers do not see these metrics: %s", self._path, error)
 
 
-def _path(place: WorkerPlace, number: int) -> Path:
-    return place.folder / f"{number}.metrics"
+def note_end(folder: Path, number: int) -> None:
+    """A worker has ended: of what it has written, only counters count."""
+    with suppress(FileNotFoundError):
+        _path(folder, number).replace(_ended(folder, number))
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number}.metrics"
+
+
+def _ended(folder: Path, number: int) -> Path:
+    return folder / f"{number}.ended"
 
 
 def _read(path: Path) -> _Written | None:

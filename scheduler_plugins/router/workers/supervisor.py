@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scheduler_plugins.router.client.admin_auth import AdminAuth
+from scheduler_plugins.router.peer_routers.all_metrics import note_end
 from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.server import cannot_listen, say_running
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -218,6 +219,7 @@ class Supervisor:
         if not one.listens:
             self._read(one)
         os.close(one.report)
+        note_end(self._folder, one.number)
         one.pid, one.report, one.listens, one.ends = None, -1, False, one.ends + 1
         return True
 
