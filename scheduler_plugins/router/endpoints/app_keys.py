@@ -21,7 +21,7 @@ CONFIG = web.AppKey("config", RouterConfig)
 CONNECTIONS = web.AppKey("connections", ConnectionLimit)
 BODIES = web.AppKey("bodies", BodyBudget)
 PLACE = web.AppKey[WorkerPlace | None]("place")
-"""Of this process among the workers of the router; None: the router is one process."""
+"""This process's place among the workers of the router; None: the router is one process."""
 RENDER = web.AppKey[Callable[[], bytes]]("render")
 """Returns the answer of `/metrics`."""
 ADMIN_AUTH = web.AppKey("operator", AdminAuth)

@@ -7,11 +7,10 @@ in both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import copysign
 from typing import NamedTuple
 
-from scheduler_plugins.router.engines.others import NONE, Count
+from scheduler_plugins.router.engines.others import Count, NoOthers, Others
 from scheduler_plugins.router.policies.base import HEAVY_TOKENS
 
 KNOWN_AFTER_S = 0.25
@@ -67,13 +66,13 @@ class EngineLoad:
         self._open = 0
         self.correction = Correction()
         """The difference between the engine's last report and these counts."""
-        self.others: Sequence[float] = NONE
-        """Sums of the counts of other workers and routers, in the order of `Count`. All counts below include them."""
+        self.others: Others = NoOthers()
+        """Counts of other workers and routers. All counts below are sums over them and this process."""
 
     @property
     def open_exchanges(self) -> int:
         """Open HTTP requests to the engine."""
-        return self._open + int(self.others[Count.OPEN])
+        return self._open + int(self.others.sum(Count.OPEN))
 
     @property
     def own_open(self) -> int:
@@ -83,12 +82,12 @@ class EngineLoad:
     @property
     def prefills(self) -> int:
         """Requests whose prompt is not computed yet."""
-        return len(self._prefills) + int(self.others[Count.PREFILLS])
+        return len(self._prefills) + int(self.others.sum(Count.PREFILLS))
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens to compute, without cached ones."""
-        return self._queued_tokens + int(self.others[Count.QUEUED_TOKENS])
+        return self._queued_tokens + int(self.others.sum(Count.QUEUED_TOKENS))
 
     @property
     def batch(self) -> int:
@@ -103,7 +102,7 @@ class EngineLoad:
     @property
     def heavy(self) -> int:
         """Sequences that may generate more than `HEAVY_TOKENS` tokens."""
-        return self._heavy + int(self.others[Count.HEAVY])
+        return self._heavy + int(self.others.sum(Count.HEAVY))
 
     @property
     def open_requests(self) -> int:
@@ -111,15 +110,16 @@ class EngineLoad:
 
     @property
     def _all_decodes(self) -> int:
-        return len(self._decodes) + int(self.others[Count.DECODES])
+        return len(self._decodes) + int(self.others.sum(Count.DECODES))
 
     @property
     def _all_context(self) -> int:
-        return self._sent_context + int(self.others[Count.CONTEXT])
+        return self._sent_context + int(self.others.sum(Count.CONTEXT))
 
     def opened(self, more: int) -> None:
         """`more` exchanges with the engine were opened; -1: one was closed."""
         self._open += more
+        self._tell()
 
     def queued_s(self, now_s: float) -> float:
         """Predicted seconds until all prompts are computed.
@@ -139,12 +139,12 @@ class EngineLoad:
     @property
     def _all_queued_s(self) -> float:
         own_s = self._queued_s if self._prefills else 0.0
-        return own_s + self.others[Count.QUEUED_S]
+        return own_s + self.others.sum(Count.QUEUED_S)
 
     @property
     def _all_busy_since_s(self) -> float:
         """When the engine last began or ended a prompt of any sender."""
-        return max(self._busy_since_s, self.others[Count.BUSY_SINCE_S])
+        return max(self._busy_since_s, self.others.latest(Count.BUSY_SINCE_S))
 
     def accepts(self, now_s: float) -> bool:
         """False while the engine's last "no room" still holds."""
@@ -166,7 +166,7 @@ class EngineLoad:
         known_s = sum(
             one.cost_s for one in self._prefills.values() if one.sent_s <= now_s - KNOWN_AFTER_S
         )
-        known_s += self.others[Count.QUEUED_S]  # when each of those was sent is unknown
+        known_s += self.others.sum(Count.QUEUED_S)  # when each of those was sent is unknown
         under_way_s = min(known_s, now_s - self._all_busy_since_s) if known_s else 0.0
         self.correction = Correction(
             queued_s - max(0.0, known_s - under_way_s),
@@ -199,6 +199,7 @@ class EngineLoad:
         self._prefills[request_id] = _Prefill(tokens, cost_s, now_s)
         self._queued_s += cost_s
         self._queued_tokens += tokens
+        self._tell()
 
     def prefill_ended(self, request_id: str, now_s: float) -> None:
         """A prompt was computed or given up. Unknown ids change nothing."""
@@ -207,6 +208,7 @@ class EngineLoad:
             self._queued_s -= ended.cost_s
             self._queued_tokens -= ended.tokens
             self._busy_since_s = now_s
+            self._tell()
 
     def decode_sent(self, request_id: str, tokens: int, max_tokens: int) -> None:
         """A request was sent to the engine to decode. It has `tokens` tokens, and may generate `max_tokens` more."""
@@ -214,6 +216,7 @@ class EngineLoad:
         self._decodes[request_id] = _Decode(tokens, heavy)
         self._sent_context += tokens
         self._heavy += heavy
+        self._tell()
 
     def decode_ended(self, request_id: str) -> None:
         """A request got its last token or was given up. Unknown ids change nothing."""
@@ -221,6 +224,7 @@ class EngineLoad:
         if ended is not None:
             self._sent_context -= ended.context
             self._heavy -= ended.heavy
+            self._tell()
 
     def counts(self) -> tuple[float, ...]:
         """The counts of this process alone, in the order of `Count`."""
@@ -234,6 +238,9 @@ class EngineLoad:
             self._sent_context,
             self._heavy,
         )
+
+    def _tell(self) -> None:
+        self.others.tell(self.counts())
 
 
 class Loaded:

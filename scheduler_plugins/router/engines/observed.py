@@ -81,6 +81,11 @@ class SharedHistory(History):
         finally:
             self.listened = before
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `take_unsent` would return any."""
+        return bool(self._unsent)
+
     def take_unsent(self) -> list[Event]:
         """Events of this router that were not taken yet."""
         events, self._unsent = self._unsent, []

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts that each sender of requests keeps for an engine, and tells other senders."""
+"""Load on an engine from other workers of this router and from other routers."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Protocol
 
 
 class Count(IntEnum):
-    """The place of each count in a list."""
+    """The counts that each sender of requests keeps for an engine."""
 
     OPEN = 0
     """Open exchanges with the engine."""
@@ -15,12 +16,34 @@ class Count(IntEnum):
     QUEUED_S = 2
     """Predicted seconds of all its prompts. Elapsed time is not subtracted."""
     BUSY_SINCE_S = 3
-    """Latest time at which the prompt under way began. Of several senders, the latest counts, and not the sum."""
+    """Latest time at which the prompt under way began."""
     QUEUED_TOKENS = 4
     DECODES = 5
     CONTEXT = 6
     HEAVY = 7
 
 
-NONE = (0.0,) * len(Count)
-"""The counts of a sender that has sent nothing."""
+class Others(Protocol):
+    """The counts of other workers and other routers for one engine."""
+
+    def sum(self, count: Count) -> float:
+        """The sum of this count over all others."""
+
+    def latest(self, count: Count) -> float:
+        """The largest number of all others; 0 if there are no others."""
+
+    def tell(self, counts: tuple[float, ...]) -> None:
+        """Publish this process's own counts, in the order of `Count`."""
+
+
+class NoOthers:
+    """`Others` for a single router with a single process."""
+
+    def sum(self, count: Count) -> float:
+        return 0.0
+
+    def latest(self, count: Count) -> float:
+        return 0.0
+
+    def tell(self, counts: tuple[float, ...]) -> None:
+        pass

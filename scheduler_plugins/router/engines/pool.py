@@ -63,7 +63,7 @@ class EnginePool(Pool):
         self._named = NamedEngines(lambda: self._config, session)
         self.name = secrets.token_hex(8)  # among workers and routers
         self.listed = Version()
-        """Of the list of engines: how often an operator or the settings file has changed it. 0: it is as at the start."""
+        """How often an operator or the settings file has changed the list of engines. 0: it is as at the start."""
         self.drained = set[str]()
         """URLs of the engines that an operator drains."""
         self.unsent_prompts: list[tuple[str, Hashes]] | None = None

@@ -105,7 +105,7 @@ def packed(hashes: Hashes) -> bytes:
 
 
 def unpacked(content: bytes) -> Hashes:
-    """The hashes of `packed`'s result. A rest that is no whole hash is left out."""
+    """The hashes of `packed`'s result. A rest shorter than a hash is left out."""
     count = len(content) // HASH_BYTES
     return struct.unpack_from(f"<{count}Q", content)
 

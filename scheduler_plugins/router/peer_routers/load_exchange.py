@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of a router, and routers of the same engines, send each other their load on each engine every 50 ms.
+"""Routers of the same engines send each other their load on each engine every 50 ms, and agree on roles.
 
-A process that hears nothing of the others ignores their work. Messages may be late or wrong, which costs time only.
-Workers of one router talk over sockets in a folder that only their user can enter. The first worker also talks to other
-routers, and passes messages on in both directions. With a secret (`PD_ROUTER_KEY`), both sides of a connection between
+A router that hears nothing of the others ignores their work. Messages may be late or wrong, which costs time only.
+Workers of one router share their load in memory (`counts`), and all else by the same messages, over sockets in a folder
+that only their user can enter. The first worker also talks to other routers, and passes messages on in both directions.
+With a secret (`PD_ROUTER_KEY`), both sides of a connection between
 routers prove that they have it, and messages are encrypted (CURVE).
 """
 
@@ -22,8 +23,9 @@ import zmq.asyncio
 
 from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.control.liveness import keep_alive
+from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.observed import Event
-from scheduler_plugins.router.engines.others import NONE, Count
+from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.role_state import MOST_DECISIONS, Decision
 from scheduler_plugins.router.index.hashes import packed, unpacked
@@ -31,6 +33,7 @@ from scheduler_plugins.router.loop import is_behind
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.peer_routers.advertised_engines import AdvertisedEngines, EngineList
 from scheduler_plugins.router.peer_routers.advertised_roles import AdvertisedRole, AdvertisedRoles
+from scheduler_plugins.router.peer_routers.counts import SenderCounts
 from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.roles.base import Front
 
@@ -41,6 +44,8 @@ TOGETHER_S = 0.005
 """Messages within this time are shown to policies together."""
 FORGOTTEN_S = 1.0
 """A router without a message for this time has ended or cannot be reached."""
+EVENTS_S = 0.2
+"""What happened to requests is told after this time at the latest."""
 QUIET_S = 0.5
 """A router repeats an unchanged message after this pause."""
 _MOST_BYTES = 1 << 20
@@ -67,7 +72,8 @@ class InFlight(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Number of the message. A message with an old number is ignored, even after its router has ended."""
     engines: dict[str, list[float]]
-    """Counts by the engine's URL, in the order of `Count`. The time is sent as an age in seconds."""
+    """Counts by the engine's URL, in the order of `Count`. The time is sent as an age in seconds. A router in several
+    processes sends the sums in the messages of its first worker."""
     roles: dict[str, AdvertisedRole] = {}
     """Roles that differ from the settings, by the engine's URL."""
     events: list[Event] = []
@@ -151,7 +157,9 @@ class PeerRouters:
         self._pool, self._place, self._waiting = pool, place, waiting
         self._roles, self._list = AdvertisedRoles(pool), AdvertisedEngines(pool)
         self._keys = CurveKeys.derive(key, _CHANNEL) if key else None
+        self._counts = SenderCounts(place.counts, place.number) if place else SenderCounts(None)
         self._name, self._router_id = pool.name, place.router_id if place else ""
+        self._tells_load = place is None
         self._number = 0
         self._said: Sequence[object] = ()
         self._said_s = self._begun_s = 0.0
@@ -176,6 +184,8 @@ class PeerRouters:
         self._metrics.first_worker = place is None
         self._pool.history.listened = bool(exchange or place)
         self._pool.unsent_prompts = [] if exchange or place else None
+        self._tells_load = place is None or (place.is_first and bool(exchange))
+        self._counts.follow(self._pool.engines)
         with zmq.asyncio.Context() as context:
             circles, gatekeeper = list[_Circle](), None
             try:
@@ -214,6 +224,7 @@ class PeerRouters:
         while True:
             if gatekeeper is not None:
                 gatekeeper.answer()
+            self._counts.follow(self._pool.engines)
             if (content := self.saying(loop.time())) is not None:
                 for one in circles:
                     await one.telling.send(content)
@@ -242,27 +253,25 @@ class PeerRouters:
     def saying(self, now_s: float) -> bytes | None:
         """The next message to send; None: nothing is new."""
         engines = dict[str, list[float]]()
-        for engine in self._pool.engines:
-            counts = list(engine.load.counts())
+        for engine in self._pool.engines if self._tells_load else ():
+            counts = self._sent(engine)
             # Also report an engine whose last prompt has ended. That time is when its next prompt began, which may be
             # another router's.
             if any(counts):
                 # A leaving engine may have returned on another side, but it is the same engine.
                 known = engines.get(engine.url)
                 engines[engine.url] = counts if known is None else _added(known, counts)
-        roles, events, prompts = (
-            self._roles.telling(),
-            self._pool.history.take_unsent(),
-            self._prompts(),
-        )
+        roles, history = self._roles.telling(), self._pool.history
         front, listed, decisions = dict(self._waiting()), None, tuple[Decision, ...]()
         if self._router_id:
             listed = self._list.telling()
             decisions = tuple(self._pool.decisions) if self._pool.leads else ()
         said = engines, roles, front, listed, decisions
-        if said == self._said and not events and not prompts and now_s - self._said_s < QUIET_S:
+        pause_s = EVENTS_S if history.has_unsent else QUIET_S
+        if said == self._said and not self._pool.unsent_prompts and now_s - self._said_s < pause_s:
             return None
         self._said, self._said_s = said, now_s
+        events, prompts = history.take_unsent(), self._prompts()
         self._number += 1
         told = {name: _with_age(counts, now_s) for name, counts in engines.items()}
         return msgspec.msgpack.encode(
@@ -279,6 +288,17 @@ class PeerRouters:
                 decisions,
             )
         )
+
+    def _sent(self, engine: BackendEngine) -> list[float]:
+        """What all workers of this router have sent, in the order of `Count`."""
+        others = self._counts.of(engine)
+        found = [
+            own + others.of_workers(count)
+            for count, own in zip(Count, engine.load.counts(), strict=True)
+        ]
+        busy_s = engine.load.counts()[Count.BUSY_SINCE_S]
+        found[Count.BUSY_SINCE_S] = max(busy_s, others.latest_of_workers(Count.BUSY_SINCE_S))
+        return found
 
     def _prompts(self) -> list[tuple[str, bytes]]:
         """Prompts that the others do not know of."""
@@ -348,9 +368,15 @@ class PeerRouters:
                 del self._heard[name]
         self._roles.forget(self._heard.keys())
         self._pool.leads, self._metrics.first_worker = self._leads(), self._is_first_worker(now_s)
+        self._counts.follow(self._pool.engines)
+        routers = [
+            one
+            for one in self._heard.values()
+            if not self._router_id or one.told.router_id != self._router_id
+        ]
         for engine in self._pool.engines:
-            sums = list(NONE)
-            for heard in self._heard.values():
+            sums = [0.0] * len(Count)
+            for heard in routers:
                 counts = heard.told.engines.get(engine.url)
                 if (
                     counts is None
@@ -361,7 +387,7 @@ class PeerRouters:
                 told = list(counts)
                 told[Count.BUSY_SINCE_S] = heard.at_s - counts[Count.BUSY_SINCE_S]
                 sums = _added(sums, told)
-            engine.load.others = sums
+            self._counts.of(engine).routers = sums
 
     def _leads(self) -> bool:
         """Whether this process decides on roles: its name is the smallest of those that hear each other. A process that

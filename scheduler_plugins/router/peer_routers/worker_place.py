@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ class WorkerPlace(NamedTuple):
     """From 0 on. A worker that is started again has the number of the one before it."""
     workers: int
     """Number of workers."""
+    counts: mmap.mmap
+    """The counts of all workers (`counts.new_table`)."""
     again: bool = False
     """Whether a worker with this number has ended."""
 

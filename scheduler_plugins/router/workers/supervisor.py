@@ -23,6 +23,7 @@ from pathlib import Path
 
 from scheduler_plugins.router.client.admin_auth import AdminAuth
 from scheduler_plugins.router.peer_routers.all_metrics import note_end
+from scheduler_plugins.router.peer_routers.counts import clear_row, new_table
 from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.server import cannot_listen, say_running
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -102,6 +103,7 @@ class Supervisor:
         """
         self._config, self._settings, self._folder = config, settings, folder
         self._router_id = secrets.token_hex(8)
+        self._counts = new_table(config.workers)
         self.workers = [_Worker(number) for number in range(config.workers)]
         # Workers wait at the other end: the system closes ours when this process ends, whatever its end.
         self._theirs, self._ours = os.pipe()
@@ -174,7 +176,12 @@ class Supervisor:
         status = 1
         try:
             place = WorkerPlace(
-                self._router_id, self._folder, one.number, len(self.workers), one.ends > 0
+                self._router_id,
+                self._folder,
+                one.number,
+                len(self.workers),
+                self._counts,
+                one.ends > 0,
             )
             config = self._config
             if not place.is_first:
@@ -220,6 +227,7 @@ class Supervisor:
             self._read(one)
         os.close(one.report)
         note_end(self._folder, one.number)
+        clear_row(self._counts, one.number)
         one.pid, one.report, one.listens, one.ends = None, -1, False, one.ends + 1
         return True
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pd_bench.router.contenders import Ours
-from pd_bench.router.mocks import MockProcess
+from pd_bench.router.mocks import MockProcess, found
 from pd_bench.router.rotations import Say, cluster
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play
@@ -32,6 +32,7 @@ class _Found(NamedTuple):
     """One run. CPU time and memory are those of all processes of the router."""
 
     ttft_s: float  # mean, in the trace's time
+    hit: float  # part of the prompt tokens that prefill engines found in their caches
     cpu_s: float  # a request, as played
     added_cpu_s: float  # a request, without what the router takes when it is idle
     idle: float  # cores that it takes without requests
@@ -97,23 +98,24 @@ def compare(
         for kind in tuple(runs)[:: -1 if number % 2 else 1]:
             runs[kind].append(run := _run(contenders[kind], requests, speed))
             say(
-                f"round {number + 1}, {kind}: TTFT mean {run.ttft_s:.2f} s, CPU of a request "
+                f"round {number + 1}, {kind}: TTFT mean {run.ttft_s:.2f} s, hit {run.hit:.3f}, CPU of a request "
                 f"{1e3 * run.cpu_s:.2f} ms ({1e3 * run.added_cpu_s:.2f} ms beside {run.idle:.3f} cores when idle), "
                 f"memory {run.memory_mib:.0f} MiB, load {os.getloadavg()[0]:.1f}"
             )
     where: dict[str, str | int | float] = {"processes": processes}
     rows: list[tuple[str, str, float, str, float | None]] = [
         ("TTFT mean", "ttft_s", 1.0, "s", TTFT_BAR),
+        ("hit", "hit", 1.0, "", None),
         ("CPU of a request", "cpu_s", 1e3, "ms", CPU_BAR),
         ("CPU of a request, idle time subtracted", "added_cpu_s", 1e3, "ms", None),
         ("cores when idle", "idle", 1.0, "", None),
         ("memory", "memory_mib", 1.0, "MiB", None),
     ]
-    found = []
+    compared = []
     for name, field, factor, unit, bar in rows:
         ours, baseline = (_sample(runs[kind], field, factor) for kind in (OURS, BASELINE))
-        found.append(Comparison(name, where, ours, baseline, unit, bar))
-    return found
+        compared.append(Comparison(name, where, ours, baseline, unit, bar))
+    return compared
 
 
 def _sample(runs: Iterable[_Found], field: str, factor: float) -> Sample:
@@ -126,7 +128,7 @@ def _run(contender: Ours, requests: Sequence[Sent], speed: float) -> _Found:
         time.sleep(IDLE_S)
         idle = (_cpu_s(running.routers) - begun) / (time.monotonic() - began)
         began, begun = time.monotonic(), _cpu_s(running.routers)
-        urls = [one.base_url for one in running.routers]
+        before, urls = found(running.prefill), [one.base_url for one in running.routers]
         outcomes = asyncio.run(play(urls, requests, speed))
         cpu_s, passed_s = _cpu_s(running.routers) - begun, time.monotonic() - began
         memory = _memory_bytes(running.routers)
@@ -134,6 +136,7 @@ def _run(contender: Ours, requests: Sequence[Sent], speed: float) -> _Found:
         raise BenchError(f"{len(failed)} requests failed, the first: {failed[0].error}")
     return _Found(
         statistics.mean(one.ttft_s for one in outcomes),
+        found(running.prefill).since(before),
         cpu_s / len(outcomes),
         (cpu_s - idle * passed_s) / len(outcomes),
         idle,

@@ -11,13 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.peer_routers.all_metrics import AllMetrics, note_end
+from scheduler_plugins.router.peer_routers.counts import new_table
 from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.recent_history import BEAT_S
 
 
 def worker(folder: Path, number: int, *, again: bool = False) -> tuple[Metrics, AllMetrics]:
     metrics = Metrics()
-    return metrics, AllMetrics(metrics, WorkerPlace("r", folder, number, 2, again))
+    return metrics, AllMetrics(metrics, WorkerPlace("r", folder, number, 2, new_table(2), again))
 
 
 def write(one: AllMetrics) -> None:

@@ -49,7 +49,9 @@ class OneEngine:
 
 def router(key: str = "") -> tuple[PeerRouters, BackendEngine]:
     engine = BackendEngine(URL, Role.PREFILL, Metrics())
-    return PeerRouters(cast(EnginePool, OneEngine(engine)), Metrics(), key=key), engine
+    made = PeerRouters(cast(EnginePool, OneEngine(engine)), Metrics(), key=key)
+    made._counts.follow([engine])
+    return made, engine
 
 
 def test_what_one_router_sends_the_other_sees() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.peer_routers import load_exchange
+from scheduler_plugins.router.peer_routers.counts import new_table
 from scheduler_plugins.router.peer_routers.load_exchange import ALONE_S, InFlight, PeerRouters
 from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.policies.base import Role
@@ -52,8 +54,10 @@ def config_of(fakes: Sequence[FakeEngine], **more: Any) -> RouterConfig:
     return RouterConfig(**sides, **FAST, **more)
 
 
-def worker(config: RouterConfig, folder: Path, number: int, router_id: str = "r") -> RouterServer:
-    return RouterServer(config, place=WorkerPlace(router_id, folder, number, 2))
+def worker(
+    config: RouterConfig, folder: Path, number: int, table: mmap.mmap, router_id: str = "r"
+) -> RouterServer:
+    return RouterServer(config, place=WorkerPlace(router_id, folder, number, 2, table))
 
 
 def pool_of(one: RouterServer) -> EnginePool:
@@ -68,9 +72,10 @@ def engine_of(one: RouterServer, fake: FakeEngine) -> BackendEngine:
 
 @asynccontextmanager
 async def two(
-    config: RouterConfig, folder: Path
+    config: RouterConfig, folder: Path, table: mmap.mmap | None = None
 ) -> AsyncIterator[tuple[RouterServer, RouterServer]]:
-    servers = worker(config, folder, 0), worker(config, folder, 1)
+    table = table or new_table(2)
+    servers = worker(config, folder, 0, table), worker(config, folder, 1, table)
     await asyncio.gather(*(one.__aenter__() for one in servers))
     try:
         yield servers
@@ -111,7 +116,7 @@ def test_a_worker_that_starts_again_serves_with_the_list_that_the_others_have(
             pool_of(one).set_role(engine_of(one, fakes[2]), Role.BOTH, pinned=True)
             await until(lambda: engine_of(other, fakes[1]).draining, "all know")
             await other.close()
-            async with worker(config_of(fakes), tmp_path, 1) as again:
+            async with worker(config_of(fakes), tmp_path, 1, new_table(2)) as again:
                 assert engine_of(again, fakes[1]).draining, "before its first request"
                 assert engine_of(again, fakes[2]).role is Role.BOTH
 
@@ -123,14 +128,14 @@ def test_the_list_of_another_router_does_not_count(tmp_path: Path) -> None:
         async with engines() as fakes:
             config = config_of(fakes)
             async with (
-                worker(config, tmp_path, 0, "here") as one,
-                worker(config, tmp_path, 1, "elsewhere") as other,
+                worker(config, tmp_path, 0, new_table(2), "here") as one,
+                worker(config, tmp_path, 1, new_table(2), "elsewhere") as other,
             ):
                 pool_of(one).drain(engine_of(one, fakes[1]), True)
-                engine_of(one, fakes[1]).load.decode_sent("a", 123, 5)
-                seen = engine_of(other, fakes[1])
-                await until(lambda: seen.context == 123, "its load counts")
-                assert not seen.draining
+                pool_of(one).set_role(engine_of(one, fakes[2]), Role.BOTH, pinned=True)
+                seen = engine_of(other, fakes[2])
+                await until(lambda: seen.role is Role.BOTH, "its roles count")
+                assert not engine_of(other, fakes[1]).draining
                 assert not pool_of(other).listed.number
 
     run(scenario())
@@ -213,7 +218,7 @@ class NoEngines:
 
 def alone(tmp_path: Path) -> PeerRouters:
     waits = {"default": Front(1, 10, 2.0)}
-    place = WorkerPlace("r", tmp_path, 0, 2)
+    place = WorkerPlace("r", tmp_path, 0, 2, new_table(2))
     pool: Any = NoEngines()
     return PeerRouters(pool, Metrics(), place=place, waiting=lambda: waits)
 
