@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pd_connector.tools.cli.bench_report import exit_codes
+from pd_bench.command_output import exit_codes
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import checked
 

@@ -21,7 +21,7 @@ from chaos.known import LAYERS, KnownPages
 from chaos.liar import Liar
 from chaos.seam import TamperingTransport
 from chaos.tampering import Tampering
-from pd_connector.agent import turn_watch
+from pd_connector.agent import agent_thread
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
@@ -66,7 +66,7 @@ class ChaosAgent:
         self._key = config.get("key", "")
         self._tampering = Tampering(seed)
         self._clock = _Clock()
-        turn_watch.time = self._clock  # type: ignore[attr-defined,assignment]
+        agent_thread.time = self._clock  # type: ignore[attr-defined,assignment]
         self._agent = Agent(
             Config.load(config),
             ENGINE,

@@ -14,8 +14,8 @@ from chaos.faults import RECORD_FAULTS, Fault
 from chaos.ledger import Ledger, merged
 from chaos.nursery import Nursery
 from chaos.ranks import SETUPS, Ranks, Setup
-from pd_connector.tools.bench.report import BenchError
-from pd_connector.tools.launch.netns import Bed, Namespace, available
+from pd_bench.netns import Bed, Namespace, available
+from pd_bench.report import BenchError
 
 CONTROL_FAULTS = 20
 CONTROLS = (

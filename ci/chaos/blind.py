@@ -10,7 +10,7 @@ from chaos.seam import TamperingTransport
 from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.errors import Cause
-from pd_connector.protocol.consuming.incoming import PlaceChunk
+from pd_connector.protocol.consuming.incoming import IncomingChunk
 from pd_connector.transport.base import Transport
 from pd_connector.transport.tcp import cipher
 from pd_connector.transport.tcp.cipher import AeadOpener
@@ -39,9 +39,9 @@ _honest_place = ReceivePipeline.place
 
 
 def _place(
-    receive_pipeline: ReceivePipeline, place: PlaceChunk, path: Any
+    receive_pipeline: ReceivePipeline, chunk: IncomingChunk, path: Any
 ) -> tuple[Cause | None, str]:
-    cause, detail = _honest_place(receive_pipeline, place, path)
+    cause, detail = _honest_place(receive_pipeline, chunk, path)
     return (None, "") if cause is Cause.CHECKSUM else (cause, detail)
 
 

@@ -20,9 +20,10 @@ from chaos.faults import (
 from chaos.ledger import Ledger
 from chaos.ranks import Ranks
 from chaos.transfers import Transfers
-from pd_connector.tools.bench.report import BenchError
-from pd_connector.tools.bench.wire.pair import PartyProcess
-from pd_connector.tools.launch.netns import LINK, Namespace
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError
+from pd_bench.wire.pair import PartyProcess
+from pd_connector.tools.launch.service import LINK
 
 TRANSFERS = 6
 """Transfers at once in a round."""

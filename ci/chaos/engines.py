@@ -22,8 +22,8 @@ from pathlib import Path
 from chaos.asking import REQUEST_S, answer, body
 from chaos.ledger import Ledger
 from chaos.pool_files import KINDS, harm
+from pd_bench.report import BenchError
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
     Census,

@@ -24,11 +24,11 @@ import zmq
 
 from chaos.agent import ChaosAgent
 from chaos.known import LAYERS, content
-from pd_connector.tools.bench.party import obey
-from pd_connector.tools.bench.wire.pair import PartyProcess
+from pd_bench.netns import Namespace
+from pd_bench.party import obey
+from pd_bench.wire.pair import PartyProcess
 from pd_connector.tools.launch import Family
 from pd_connector.tools.launch.engine import LINK_ONLY
-from pd_connector.tools.launch.netns import Namespace
 
 START_S = 300.0
 _FOLDER = str(Path(__file__).resolve().parents[1])

@@ -11,8 +11,8 @@ import zmq
 
 from chaos.faults import SETTINGS
 from chaos.nursery import START_S, Nursery
-from pd_connector.tools.bench.wire.pair import PartyProcess
-from pd_connector.tools.launch.netns import Namespace
+from pd_bench.netns import Namespace
+from pd_bench.wire.pair import PartyProcess
 
 
 class Setup(NamedTuple):

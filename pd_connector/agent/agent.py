@@ -4,21 +4,25 @@
 The work is done by one thread, `pd-agent` (`agent_thread`), which runs a `Loop`.
 """
 
+import atexit
+import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from pd_connector.agent.agent_thread import AgentThread
-from pd_connector.agent.at_exit import close_at_exit
 from pd_connector.agent.commands import (
     ChangeModel,
     Command,
     CommandQueue,
     Computed,
+    Drop,
     KnowWeights,
     Revoke,
+    Withdraw,
 )
 from pd_connector.agent.engine_steps import EngineSteps
 from pd_connector.agent.handshake import RankIdentity
@@ -26,7 +30,6 @@ from pd_connector.agent.loop import Loop
 from pd_connector.agent.metrics import UNDER_WAY
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.pending_outcomes import Outcome, PendingOutcomes
-from pd_connector.agent.taken_back import TakenBack
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
@@ -44,6 +47,55 @@ from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport
 from pd_connector.transport.choice import choose, this_machine, with_names
+
+
+class Closable(Protocol):
+    """What can be closed, more than once."""
+
+    def close(self) -> None: ...
+
+
+_open: "weakref.WeakKeyDictionary[Closable, int]" = weakref.WeakKeyDictionary()
+"""What is to be closed, with the id of the process that made it. A process that is forked later does not
+have its thread."""
+
+
+def close_at_exit(made: Closable) -> None:
+    """Close this when the interpreter ends."""
+    _open[made] = os.getpid()
+
+
+@atexit.register
+def _close_all() -> None:
+    for made, process in list(_open.items()):
+        if process == os.getpid():
+            made.close()
+
+
+class TakenBack:
+    """The gate is shut once for every command that takes pages back, and the agent's thread opens it
+    once for each: an engine may announce a command before it submits it. Used by the engine's thread.
+
+    Args:
+        shut: shuts the gate of a request.
+    """
+
+    def __init__(self, shut: Callable[[str], None]) -> None:
+        self._shut = shut
+        self._announced: list[Command] = []
+
+    def announced(self, command: Command) -> None:
+        """The engine is about to overwrite pages, and will submit this command."""
+        if isinstance(command, Revoke | Withdraw | Drop):
+            self._shut(command.request)
+            self._announced.append(command)
+
+    def submitted(self, command: Command) -> None:
+        """The engine submits this command."""
+        if command in self._announced:
+            self._announced.remove(command)
+        elif isinstance(command, Revoke | Withdraw | Drop):
+            self._shut(command.request)
 
 
 class Agent:

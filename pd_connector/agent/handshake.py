@@ -18,7 +18,7 @@ from pd_connector.plan.coverage import lacking
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.rules import RULES
 from pd_connector.protocol.wire import messages
-from pd_connector.protocol.wire.final_token import untold
+from pd_connector.protocol.wire.final_token import unsent
 from pd_connector.transport.base import Transport
 
 
@@ -98,7 +98,7 @@ def check_hello(
         )
     mine, theirs = identity.facts, message.facts
     _check_model(mine, theirs, message.geometry)
-    if missing := untold(message.needs, identity.tells):
+    if missing := unsent(message.needs, identity.tells):
         raise RefusedError(
             Cause.WORDS,
             f"engine {identity.engine_id} does not send {missing} with its KV, and engine "

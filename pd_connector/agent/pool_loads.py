@@ -5,21 +5,24 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_connector.agent.page_gate import AbandonedError, PageGate
 from pd_connector.agent.pending_outcomes import Outcome
-from pd_connector.agent.pool_readers import Arranged, Readers, arrange
+from pd_connector.agent.thread_priority import prefer_this_thread
 from pd_connector.errors import Cause, Miss, PDConnectorError, PoolError
 from pd_connector.kv.coding import coarsest
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.plan.route import Route
+from pd_connector.pool.copy_plan import LoadPiece, plan_load
 from pd_connector.pool.jobs import Fill, PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
-from pd_connector.pool.loader import Loader, ReadBuffer
+from pd_connector.pool.loader import Loader, ReadBuffer, ReadChunk
+from pd_connector.pool.stored import gathered_bytes, payloads
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.protocol.consuming.audit import Comparison
 from pd_connector.protocol.consuming.incoming import Finished
@@ -31,6 +34,41 @@ _BUFFER_WAIT_S = 10.0
 """Longest wait of a thread for a buffer that holds no chunk, in seconds."""
 _STALL_S = 5.0
 """Longest time without a chunk of a load, in seconds. What comes later is dropped."""
+
+
+_BUFFERS = 4
+"""Chunks that are being read, or not placed yet."""
+_READERS = 2
+
+
+class Arranged(NamedTuple):
+    """A chunk in memory, ready to be written into pages."""
+
+    read: ReadChunk
+    pieces: list[LoadPiece]
+    payloads: list[memoryview]
+
+
+def arrange(read: ReadChunk, fill: Fill, chunk: PromptChunk, buffer: ReadBuffer) -> Arranged:
+    """Bring what was read into the order of the rank's pages. In a thread that reads, so that the agent's thread only
+    has to write it."""
+    needs = [(part.geometry, part.need) for part in read.parts]
+    span = fill.first_token, fill.stop_token
+    pieces = plan_load(needs, read.own, fill.pages, chunk.number, *span)
+    parts = [(part.geometry, part.need, part.data) for part in read.parts]
+    room = buffer.room(-1, gathered_bytes(pieces))
+    return Arranged(read, pieces, payloads(pieces, parts, room))
+
+
+class Readers:
+    """Threads that read, and the memory that they read into."""
+
+    def __init__(self) -> None:
+        # A request waits for them: as the agent's thread they go before the engine's.
+        self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
+        self.buffers: queue.SimpleQueue[ReadBuffer] = queue.SimpleQueue()
+        for _ in range(_BUFFERS):
+            self.buffers.put(ReadBuffer())
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ Layers and KV heads are numbered as in the whole model, so that two ranks of unl
 compare what they hold.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -20,20 +20,42 @@ Name = Annotated[str, msgspec.Meta(max_length=128)]
 Layers = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
 Scales = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=MAX_LAYERS)]
 
-Kind = Literal["attention", "latent", "recurrent"]
+Kind = Literal["attention", "latent", "state"]
+
+STATE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "uint8": 1}
+"""Bytes of an element of a state, by dtype. `uint8` marks bytes whose meaning only the engine knows."""
 
 
-class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The part of the model that one rank holds.
 
     It holds layers [first_layer, stop_layer), those of its pipeline stage. Its rank in the
     tensor-parallel group says which KV heads of these layers it holds.
+
+    With context parallelism, neighbouring ranks share the tokens of the KV that they would otherwise hold in
+    copies (`Group.interleave`). Ranks of a stage are numbered `tp_rank * pcp_size + pcp_rank`, and
+    `cp_rank` is this number modulo `cp_size`.
+
+    Attributes:
+        cp_size: ranks that share the tokens of a sequence, each with a part of them; 1: none do. vLLM's and
+            SGLang's decode context parallelism, whose ranks are ranks of the tensor-parallel group.
+        pcp_rank, pcp_size: the rank's place among the ranks with the same `tp_rank`, and their number. They have
+            the same heads and states (vLLM's prefill context parallelism).
     """
 
     first_layer: Count
     stop_layer: Count
     tp_rank: Count
     tp_size: Positive
+    # Schema 2. Fields at their defaults are not on the wire.
+    cp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    pcp_rank: Count = 0
+    pcp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+
+    @property
+    def cp_rank(self) -> int:
+        """Which tokens this rank holds of a group that is split by tokens."""
+        return (self.tp_rank * self.pcp_size + self.pcp_rank) % self.cp_size
 
     def heads(self, total: int) -> range:
         """The KV heads that this rank holds, of a layer with `total`. If there are more ranks than
@@ -41,24 +63,63 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.tp_size <= total:
             share = total // self.tp_size
             return range(self.tp_rank * share, (self.tp_rank + 1) * share)
-        head = self.tp_rank // self.replicas(total)
+        head = self.tp_rank // self._neighbours(total)
         return range(head, head + 1)
 
-    def replicas(self, total: int) -> int:
+    def replicas(self, total: int, *, split: bool = False) -> int:
+        """Ranks that hold the same heads of a layer with `total`, and the same tokens of them.
+
+        Args:
+            split: the tokens are shared among the context-parallel ranks.
+        """
+        holders = self._neighbours(total) * self.pcp_size
+        return holders // self.cp_size if split else holders
+
+    def replica(self, total: int, *, split: bool = False) -> int:
+        """This rank's place among the ranks that `replicas` counts, from 0."""
+        place = self.tp_rank % self._neighbours(total) * self.pcp_size + self.pcp_rank
+        return place // self.cp_size if split else place
+
+    def _neighbours(self, total: int) -> int:
         """Ranks of the tensor-parallel group that hold the same heads."""
         return max(1, self.tp_size // total)
 
-    def replica(self, total: int) -> int:
-        """This rank's place among the ranks that hold the same heads, from 0."""
-        return self.tp_rank % self.replicas(total)
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a state that is shared among ranks by itself, such as Q's part of a convolution.
+
+    A layer's state is `[unit][row][dim]` for each of its sections. Where these elements lie in the engine's page
+    is no matter of the geometry: each rank's views have strides of their own (`pages/layer.py:StatePages`).
+
+    Attributes:
+        name: both sides pair sections by it: `conv.q`, `ssm`. It says which tensor the section is a part of.
+        units: in the whole model, shared among ranks as KV heads are (`Shard.heads`), with copies if there are
+            more ranks. 1: every rank holds all of it.
+        rows: the rows of a convolution or of a ring (tokens that it looks back on); of a matrix, its first axis.
+        dim: elements of a row of one unit.
+        dtype: a key of `STATE_BYTES`.
+    """
+
+    name: Name
+    units: Positive
+    rows: Positive
+    dim: Positive
+    dtype: Name
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one unit. The dtype must be known."""
+        return self.rows * self.dim * STATE_BYTES[self.dtype]
 
 
-class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Layers of one kind that share a page table. Several groups may have the same page table.
 
     Attributes:
         kind: `attention` (K and V of each head), `latent` (MLA: one vector a token, the same on
-            every rank), or `recurrent` (a state for the whole sequence, in the engine's own form).
+            every rank), or `state` (made by `state_group`: a page holds what a layer has kept of all tokens before one
+            position). A request has one page of each `state` group's table that counts: `Offer.pages`
+            and `Load.pages` list that page alone.
         layers: those that this rank holds, ascending.
         heads: KV heads of such a layer in the whole model; 1 for `latent`.
         key_dim: elements of K per token and head; of the whole vector for `latent`.
@@ -72,6 +133,12 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         heads_apart: whether each head's part of a page is one dense run of bytes.
         table: which of the engine's page tables lists the pages of these layers.
         scales: for FP8, what stored K and V are to be multiplied with, per layer; empty for 1.
+        sections: of a `state`, those of one layer; names differ. Empty for other kinds.
+        state_tokens: tokens for which there is one entry (one K and V, one latent): 1, or 4 and 128 in DeepSeek V4.
+            It divides `page_size`. Only entries whose tokens are all there pass; what an engine keeps of
+            the others is in a `state` or a window of its own.
+        interleave: tokens in a row that a context-parallel rank holds: rank r has the tokens with
+            `(i // interleave) % cp_size == r`. It divides `page_size`. 0: every rank holds all tokens.
     """
 
     kind: Kind
@@ -84,8 +151,18 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Name
     layout: Name
     heads_apart: bool
-    table: Count = 0
-    scales: Scales = ()
+    # Always on the wire, as schema 1 has them: msgspec cannot tell what a function returns by default.
+    table: Count = msgspec.field(default_factory=lambda: 0)
+    scales: Scales = msgspec.field(default_factory=lambda: ())
+    # Schema 2. Fields at their defaults are not on the wire.
+    sections: Annotated[tuple[Section, ...], msgspec.Meta(max_length=64)] = ()
+    state_tokens: Positive = 1
+    interleave: Count = 0
+
+    @property
+    def page_entries(self) -> int:
+        """Entries of a page: K and V, or latents."""
+        return self.page_size // self.state_tokens
 
     def scale(self, layer: int) -> tuple[float, float]:
         """Scales of K and V of a layer, by its number in the model."""
@@ -101,6 +178,83 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def heads(self, group: Group) -> range:
         """The KV heads of `group` that this rank holds."""
         return self.shard.heads(group.heads)
+
+    def stripe(self, group: Group) -> "Stripe":
+        """The tokens of `group` that this rank holds."""
+        if not group.interleave or self.shard.cp_size == 1:
+            return WHOLE
+        return Stripe(self.shard.cp_rank, self.shard.cp_size, group.interleave)
+
+    @property
+    def needs_schema(self) -> int:
+        """The first wire schema in which this geometry can be said."""
+        plain = self.shard.cp_size == self.shard.pcp_size == 1 and not any(
+            group.kind == "state" or group.state_tokens > 1 or group.interleave
+            for group in self.groups
+        )
+        return 1 if plain else 2
+
+
+class Stripe(NamedTuple):
+    """The tokens of a sequence that one context-parallel rank holds: token i if `(i // interleave) % size == rank`.
+
+    Its pages hold them without gaps, in order. So page n of its table has the tokens of the stripe among the
+    `page_size * size` tokens from `n * page_size * size` on.
+
+    >>> [token for token in range(16) if Stripe(1, 2, 4).holds(token)]
+    [4, 5, 6, 7, 12, 13, 14, 15]
+    >>> Stripe(1, 2, 4).place(13)
+    5
+    """
+
+    rank: int
+    size: int
+    interleave: int
+
+    def holds(self, token: int) -> bool:
+        """Whether this rank holds the token."""
+        return token // self.interleave % self.size == self.rank
+
+    def place(self, token: int) -> int:
+        """Number of a token that it holds, among those that it holds."""
+        return token // (self.interleave * self.size) * self.interleave + token % self.interleave
+
+
+WHOLE = Stripe(0, 1, 1)
+"""All tokens."""
+
+
+def state_group(layers: Layers, sections: tuple[Section, ...], table: int = 0) -> Group:
+    """A group of layers with states.
+
+    Args:
+        layers: those that this rank holds, ascending. Their states are alike.
+        sections: of the state of one layer, in the whole model.
+        table: see `Group`.
+
+    >>> gdn = state_group((0, 1, 2), (
+    ...     Section("conv.q", units=16, rows=3, dim=128, dtype="bfloat16"),
+    ...     Section("conv.k", units=16, rows=3, dim=128, dtype="bfloat16"),
+    ...     Section("conv.v", units=32, rows=3, dim=128, dtype="bfloat16"),
+    ...     Section("ssm", units=32, rows=128, dim=128, dtype="float32"),
+    ... ))
+    >>> gdn.kind, gdn.sections[3].unit_bytes
+    ('state', 65536)
+    """
+    return Group(
+        kind="state",
+        layers=layers,
+        heads=1,
+        key_dim=1,
+        value_dim=0,
+        page_size=1,
+        window=0,
+        dtype="state",
+        layout="",
+        heads_apart=False,
+        table=table,
+        sections=sections,
+    )
 
 
 def has_drafts(geometry: Geometry) -> bool:

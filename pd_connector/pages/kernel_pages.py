@@ -10,6 +10,7 @@ module needs Triton.
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,19 +18,84 @@ import numpy as np
 import torch
 
 from pd_connector.codec import DTYPES
+from pd_connector.compiler import BackgroundCompile
 from pd_connector.kv.geometry import Group
 from pd_connector.memory.device_bytes import DeviceBytes, Payload
 from pd_connector.pages.copiers import as_tensor
 from pd_connector.pages.layer import LayerPages
-from pd_connector.pages.moving import Moving
 from pd_connector.pages.own_stream import own_thread
 from pd_connector.pages.staging import Stagings, record
 from pd_connector.pages.tiles import tokens_of
-from pd_connector.pages.warm_up import WarmUp
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
-from pd_kernels.transfer import Planes, Stored, gather_pages, new_sums, scatter_pages
+from pd_kernels.transfer import Planes, Stored, finish, gather_pages, new_sums, scatter_pages
 from pd_kernels.transfer.chunk_launch import ChunkLaunch
+
+
+class WarmUp:
+    """The routes whose kernels have been compiled. Used by one thread.
+
+    Args:
+        compile_for: compiles the kernels that gather (True) or scatter (False) chunks of a route. Another thread
+            calls it once for each, one at a time; an exception is logged.
+    """
+
+    def __init__(self, compile_for: Callable[[Route, bool], None]) -> None:
+        self._compile_for = compile_for
+        self._turn = threading.Lock()
+        self._compiles: dict[tuple[Route, bool], BackgroundCompile] = {}
+
+    def begin(self, route: Route, gathers: bool) -> bool:
+        """Start the compilation, unless it has begun; returns whether it has ended, with or without an error."""
+        key = route, gathers
+        if key not in self._compiles:
+            work = functools.partial(self._compile, route, gathers)
+            # Not a daemon: see `BackgroundCompile`.
+            compiling = BackgroundCompile(work, "pd-compile", turn=self._turn, daemon=False)
+            self._compiles[key] = compiling
+            compiling.begin()
+        return self._compiles[key].ended
+
+    def usable(self, route: Route, gathers: bool) -> bool:
+        """Whether kernels may take a chunk. Waits for a compilation that `begin` has started. Other kernels are
+        compiled at their first launch."""
+        compiling = self._compiles.get((route, gathers))
+        return compiling is None or compiling.wait()
+
+    def _compile(self, route: Route, gathers: bool) -> None:
+        try:
+            self._compile_for(route, gathers)
+        except Exception as error:
+            logger.error(
+                "the kernels that %s layers %d-%d as %s cannot be compiled, and torch moves them plane by "
+                "plane: %r",
+                "gather" if gathers else "scatter",
+                route.layers[0],
+                route.layers[-1],
+                route.codec,
+                error,
+            )
+            raise
+
+
+class Moving(NamedTuple):
+    """A gather or scatter that has been queued.
+
+    Attributes:
+        sums: of the payload, in host memory, once the work is done.
+        done: event after the whole work, on the device; None on a CPU, where the work is already done.
+    """
+
+    sums: torch.Tensor
+    nbytes: int
+    done: torch.cuda.Event | None
+
+    def finish(self) -> bytes:
+        """Wait until the work is done; returns the payload's checksum."""
+        if self.done is not None:
+            self.done.synchronize()
+        return finish(self.sums, self.nbytes)
+
 
 logger = logging.getLogger("pd_connector.pages.paged_cache")
 

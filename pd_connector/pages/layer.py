@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's cache as the engine's door passes it, with a check against its geometry."""
+"""One layer's cache, or its states, as the engine's door passes them, with a check against the geometry."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.kv.geometry import Geometry, Group
+from pd_connector.kv.geometry import STATE_BYTES, Geometry, Group
 from pd_connector.pages.tiles import dims_of, is_tiled, tokens_of
 from pd_connector.plan.sizes import token_bytes
 
@@ -27,6 +27,37 @@ class LayerPages(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor | None
     planes: tuple[torch.Tensor, ...]
+
+
+class StatePages(NamedTuple):
+    """One layer's states. A page holds the state of one request at one position.
+
+    Attributes:
+        sections: this rank's part of each section of the group, in the order of `Group.sections`:
+            `[page, unit, row, dim]` of the section's dtype, any strides. A convolution that the engine keeps as
+            `[page, row, dim]` (SD) or as `[page, dim, row]` (DS, and SGLang) has a view of each of its sections, and
+            views may interleave in memory; nothing is copied. Views of `uint8` sections count bytes.
+    """
+
+    sections: tuple[torch.Tensor, ...]
+
+
+def check_states(layer: int, pages: StatePages, geometry: Geometry, group: Group) -> None:
+    """Raises UnsupportedGeometryError if a layer's states differ from the geometry."""
+    if len(pages.sections) != len(group.sections):
+        raise UnsupportedGeometryError(
+            f"layer {layer} has views of {len(pages.sections)} sections of its state: wanted "
+            f"{', '.join(section.name for section in group.sections)}"
+        )
+    for section, view in zip(group.sections, pages.sections, strict=True):
+        units = len(geometry.shard.heads(section.units))
+        wanted = units, section.rows, section.dim
+        good = view.ndim == 4 and tuple(view.shape[1:]) == wanted
+        if not good or view.element_size() != STATE_BYTES.get(section.dtype):
+            raise UnsupportedGeometryError(
+                f"{section.name} of layer {layer} has shape {tuple(view.shape)} and {view.dtype}: wanted "
+                f"[page, {units} units, {section.rows} rows, {section.dim}] of {section.dtype}"
+            )
 
 
 def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> None:

@@ -16,8 +16,7 @@ from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 
 if TYPE_CHECKING:
-    from pd_connector.pages.kernel_pages import KernelPages
-    from pd_connector.pages.moving import Moving
+    from pd_connector.pages.kernel_pages import KernelPages, Moving
 
 
 class GatherCall(NamedTuple):

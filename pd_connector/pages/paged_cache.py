@@ -22,7 +22,7 @@ from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.one_ahead import GatherCall, OneAhead
 from pd_connector.pages.own_stream import own_streams, own_thread
-from pd_connector.pages.slot_copies import SlotCopies
+from pd_connector.pages.plane_copies import PlaneCopies
 from pd_connector.plan.chunks import Chunk
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import token_bytes
@@ -65,7 +65,7 @@ class PagedCache:
         self.last_checksum: bytes | None = None
         self.passed = RAW.name
         self._layers = CacheLayers(layers, geometry)
-        self._copies = SlotCopies(self._layers, self._wait)
+        self._copies = PlaneCopies(self._layers, self._wait)
         self._device = self._layers.device
         self._stream: torch.cuda.Stream | None
         self._stream, copies = own_streams(self._device)

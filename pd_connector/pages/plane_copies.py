@@ -1,30 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather and scatter plane by plane. Copiers read and write pages; codecs code and decode the planes between."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from pd_connector.codec import load_codec
 from pd_connector.kv.coding import Elements, Part
 from pd_connector.kv.geometry import Group
+from pd_connector.memory.device_bytes import DeviceBytes, Payload
+from pd_connector.memory.device_slab import filled_on_host
 from pd_connector.pages.cache_layers import CacheLayers
+from pd_connector.pages.comparing import distances
 from pd_connector.pages.copiers import Copier, HostCopier, TorchCopier, as_tensor
+from pd_connector.pages.one_ahead import GatherCall
 from pd_connector.pages.row_matrix import Words
 from pd_connector.plan.chunks import Chunk, Plane, planes
 from pd_connector.plan.route import Route
+from pd_connector.protocol.consuming.audit import Distance, can_compare
+from pd_kernels.checksum import checksum_of
 
 
 class PlaneCopies:
-    """Copies between the pages of one cache and payloads in host memory. On a GPU all work is queued on the current
-    stream, and may still run when a call returns.
+    """Copies between the pages of one cache and slots, for chunks that kernels cannot take.
+
+    `gather` and `scatter` take payloads in host memory. On a GPU their work is queued on the current stream, and may
+    still run when they return. `fill`, `empty` and `compare` take payloads on either side: one on a device passes
+    through host memory, where it is hashed, and they return its checksum. For a payload in host memory the caller
+    computes it. Their work has ended when they return.
+
+    Args:
+        wait: waits until all work queued on the cache's stream is done.
 
     Attributes:
         copier: copies single planes.
     """
 
-    def __init__(self, layers: CacheLayers) -> None:
+    def __init__(self, layers: CacheLayers, wait: Callable[[], None]) -> None:
         self._layers = layers
+        self._wait = wait
         self._device = layers.device
         self._on_gpu = self._device.type == "cuda"
         self.copier: Copier = TorchCopier() if self._on_gpu else HostCopier()
@@ -71,6 +86,45 @@ class PlaneCopies:
             )
             span = self._layers.tokens(chunk, plane.layer, route.destination, pages)
             self.copier.write(self._layers.view(plane)[:, heads], span, decoded)
+
+    def fill(self, call: GatherCall) -> bytes | None:
+        """As `PagedCache.gather`."""
+        route, chunk, pages, slot, _ = call
+        with filled_on_host(slot) as payload:
+            self.gather(route, chunk, pages, np.frombuffer(payload, np.uint8))
+            self._wait()
+            if isinstance(slot, DeviceBytes):
+                return checksum_of(payload)
+        return None
+
+    def empty(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
+    ) -> bytes | None:
+        """As `PagedCache.scatter`."""
+        found, summed = self._on_host(route, payload)
+        self.scatter(route, chunk, pages, np.frombuffer(found, np.uint8))
+        self._wait()
+        return summed
+
+    def compare(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
+    ) -> tuple[bytes | None, list[Distance]]:
+        """As `PagedCache.compare`."""
+        found, summed = self._on_host(route, payload)
+        if not can_compare(route):
+            return summed, []
+        words = np.frombuffer(found, np.uint8)
+        away = distances(self._layers, self.copier, route, chunk, pages, words)
+        self._wait()
+        return summed, away
+
+    def _on_host(self, route: Route, payload: Payload) -> tuple[memoryview, bytes | None]:
+        """The payload in host memory. Bytes on a device are copied once, and the copy is hashed: a peer may
+        still write into the slot."""
+        if not isinstance(payload, DeviceBytes):
+            return payload, None
+        found = payload.to_host()
+        return found, checksum_of(found)
 
 
 def _elements(group: Group, plane: Plane) -> Elements:

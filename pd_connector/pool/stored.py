@@ -46,7 +46,7 @@ def describe(cache: PagedCache, codec: AtRest = "raw") -> Form:
     geometry = cache.geometry
     form: list[Run] = []
     for group in geometry.groups:
-        if group.kind == "recurrent":
+        if group.kind == "state":
             raise UnsupportedGeometryError(
                 f"layers {group.layers[0]}-{group.layers[-1]} have recurrent state, which has no chunks: "
                 "the pool cannot keep it; serve this model without `pool`"

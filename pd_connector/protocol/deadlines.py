@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of many deadlines have passed, without looking at all of them."""
+"""Finds the deadlines that have passed among many, without a look at each."""
 
 import heapq
 import itertools
@@ -10,10 +10,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """A time at which to look at each key. Costs O(log n) a change, and nothing at rest.
+    """A deadline for each key. A change costs O(log n); at rest there is no cost.
 
-    A deadline that moves to a later time need not be set again: when the earlier time comes, its
-    owner looks at the key, and sets the later one.
+    A deadline that moves to a later time need not be set again. When the earlier time comes, `due` returns the key, and
+    its owner sets the later time.
     """
 
     def __init__(self) -> None:
@@ -25,8 +25,7 @@ class Deadlines(Generic[K]):
         return len(self._at)
 
     def set(self, key: K, at: float) -> None:
-        """Look at this key at time `at`, or at the time set before, if that is earlier. Infinity
-        sets nothing."""
+        """Set the key's deadline to `at`, in seconds. An earlier deadline that it has stays. Infinity sets nothing."""
         if at >= self._at.get(key, float("inf")):
             return
         self._at[key] = at
@@ -36,19 +35,19 @@ class Deadlines(Generic[K]):
             heapq.heapify(self._heap)
 
     def at(self, key: K) -> float:
-        """When this key will be looked at."""
+        """The key's deadline; infinity if it has none."""
         return self._at.get(key, float("inf"))
 
     def discard(self, key: K) -> None:
-        """Look at this key no more."""
+        """Forget the key's deadline."""
         self._at.pop(key, None)
 
     def due(self, now: float) -> list[K]:
-        """Keys whose time has come, earliest first. They are forgotten here."""
-        found: list[K] = []
+        """The keys whose deadlines have passed, the earliest first. Their deadlines are forgotten."""
+        expired: list[K] = []
         while self._heap and self._heap[0][0] <= now:
             at, _, key = heapq.heappop(self._heap)
             if self._at.get(key) == at:
                 del self._at[key]
-                found.append(key)
-        return found
+                expired.append(key)
+        return expired

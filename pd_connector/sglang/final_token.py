@@ -45,19 +45,21 @@ def read_row(buffers: Any, row: int, req: Any, identity: bytes, transfer: str) -
     )
 
 
-def write_row(buffers: Any, row: int, words: FinalToken, room: int) -> None:
+def write_row(buffers: Any, row: int, final_token: FinalToken, room: int) -> None:
     """Fill a request's row. The room is written last: SGLang takes a row for complete once its room is set."""
-    buffers.output_ids[row, 0] = words.first_token
-    counts = [words.counts.get(name, 0) for name in _COUNTS]
+    buffers.output_ids[row, 0] = final_token.first_token
+    counts = [final_token.counts.get(name, 0) for name in _COUNTS]
     buffers.cached_tokens[row, : len(counts)] = torch.tensor(counts, dtype=torch.int32)
-    buffers.output_token_logprobs_val[row, 0] = words.logprob if words.logprob is not None else 0.0
-    buffers.output_token_logprobs_idx[row, 0] = words.first_token
-    # Rows are reused: the words of an earlier request must not remain.
+    buffers.output_token_logprobs_val[row, 0] = (
+        final_token.logprob if final_token.logprob is not None else 0.0
+    )
+    buffers.output_token_logprobs_idx[row, 0] = final_token.first_token
+    # Rows are reused: the final_token of an earlier request must not remain.
     buffers.output_top_logprobs_idx[row] = 0
     buffers.output_top_logprobs_val[row] = 0.0
-    count = min(len(words.top_logprobs), buffers.output_top_logprobs_idx.shape[1])
+    count = min(len(final_token.top_logprobs), buffers.output_top_logprobs_idx.shape[1])
     if count:
-        tokens, logprobs = zip(*words.top_logprobs[:count], strict=True)
+        tokens, logprobs = zip(*final_token.top_logprobs[:count], strict=True)
         buffers.output_top_logprobs_idx[row, :count] = torch.tensor(tokens, dtype=torch.int32)
         buffers.output_top_logprobs_val[row, :count] = torch.tensor(logprobs, dtype=torch.float32)
     buffers.bootstrap_room[row, 0] = room

@@ -204,16 +204,16 @@ class Receiver(BaseKVReceiver):
         finished = self._rank.outcomes.take(Finished, self._request)
         if finished is None:
             return
-        if finished.cause is not None or finished.words is None:
+        if finished.cause is not None or finished.final_token is None:
             self._ended(finished.cause or Cause.INTERNAL, finished.detail)
             return
         self._asked = False
-        token = finished.words.first_token
+        token = finished.final_token.first_token
         if token >= self._rank.vocabulary:  # SGLang would answer with status 200, and end early
             detail = f"first token {token}: the model's vocabulary has {self._rank.vocabulary}"
             self._ended(Cause.WORDS, detail)
             return
-        write_row(self._rank.buffers, self._row, finished.words, self.bootstrap_room)
+        write_row(self._rank.buffers, self._row, finished.final_token, self.bootstrap_room)
         self._state = KVPoll.Success
         self._rank.count_handoff("handed_over")
 

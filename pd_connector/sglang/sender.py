@@ -170,10 +170,10 @@ class Sender(BaseKVSender):
             prompt_tokens=self._prompt_tokens,
             tokens=self._sent_tokens,
             final=final,
-            words=self._words() if final else None,
+            final_token=self._final_token() if final else None,
         )
         self._rank.agent.submit(offer, fence=fence)
 
-    def _words(self) -> FinalToken:
+    def _final_token(self) -> FinalToken:
         buffers = self._rank.buffers
         return read_row(buffers, self._row, self._req, self._identity, self._transfer)

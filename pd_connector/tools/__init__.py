@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs for operators: commands, launching of engines, the demo, benchmarks."""
+"""Programs for operators: commands, launching of engines, the demo."""

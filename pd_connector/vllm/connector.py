@@ -29,24 +29,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pd_connector.pool.store.base import DISK, MEMORY
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.versions import advice
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.extension import Operated
 from pd_connector.vllm.identity.adapter_watch import watch
-from pd_connector.vllm.identity.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.identity.weight_loads import watch_calls
 from pd_connector.vllm.messages import RankAddress, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDPromMetrics, PDStats
-from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.plugin import join_engine_log
 from pd_connector.vllm.pool.attached import attach
 from pd_connector.vllm.scheduler_side import SchedulerSide
 from pd_connector.vllm.shards import in_order
-from pd_connector.vllm.support import (
-    attends_ahead,
-    check_prefixes,
-    check_supported,
-    gets_embeddings,
-    load_config,
-)
+from pd_connector.vllm.support import check_prefixes, check_supported, load_config
 from pd_connector.vllm.worker_side import WorkerSide
 
 try:  # 0.32 and later count cached tokens by source
@@ -99,19 +92,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         if role is KVConnectorRole.SCHEDULER:
             if what := advice(vllm.__version__):
                 logger.warning("vLLM %s: %s", vllm.__version__, what)
-            groups = kv_cache_config.kv_cache_groups
-            self._scheduler = SchedulerSide(
-                config,
-                engine_id=transfer.engine_id,
-                windows=Windows.of(group.kv_cache_spec for group in groups),
-                ranks=vllm_config.parallel_config.world_size,
-                produces=transfer.is_kv_producer,
-                consumes=transfer.is_kv_consumer,
-                adapters=adapter_settings(vllm_config),
-                processor=processor_settings(vllm_config),
-                encoded_elsewhere=gets_embeddings(vllm_config),
-                whole=attends_ahead(kv_cache_config),
-            )
+            self._scheduler = SchedulerSide(config, EngineFacts.of(vllm_config, kv_cache_config))
             watch_calls(self._scheduler)
             if self._scheduler.pool is not None:
                 attach(self._scheduler.pool, vllm_config)

@@ -19,6 +19,7 @@ from pd_connector.pool.host import open_pool
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.handoff.fetching import Fetching, fetched_tokens
 from pd_connector.vllm.handoff.ignored import IgnoredParams
 from pd_connector.vllm.handoff.movable import check_movable
@@ -32,7 +33,6 @@ from pd_connector.vllm.pages.partial import PartialPages
 from pd_connector.vllm.pages.stale import StalePages
 from pd_connector.vllm.pages.status import PageStatus
 from pd_connector.vllm.pages.unverified import UnverifiedPages
-from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.part import Part
 from pd_connector.vllm.pool.side import PoolSide
 
@@ -50,38 +50,18 @@ class SchedulerSide:
         pool: chunks of KV that outlive their request; None without a pool.
 
     Args:
-        config: settings.
-        engine_id: told to proxies; consumers check it when they dial.
-        windows: page sizes and windows of the engine's page tables.
-        ranks: number of ranks of this engine.
-        produces: whether requests may offer their KV.
-        consumes: whether requests may fetch their KV.
-        adapters: the engine's settings for adapters (`inputs.adapter_settings`).
-        processor: how it processes images and other inputs (`inputs.processor_settings`).
-        encoded_elsewhere: whether an encode engine sends it the embeddings of such inputs.
-        whole: as `movable.check_movable` has it.
+        config: the operator's settings.
+        engine: what the engine is.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        engine_id: str,
-        windows: Windows,
-        ranks: int,
-        produces: bool,
-        consumes: bool,
-        adapters: str = "",
-        processor: str = "",
-        encoded_elsewhere: bool = False,
-        whole: bool = False,
-    ) -> None:
+    def __init__(self, config: Config, engine: EngineFacts) -> None:
+        windows, ranks = engine.windows, engine.ranks
         self.telemetry = Telemetry()
         self._ignored = IgnoredParams(self.telemetry)
         self._no_handoff = NoHandoffRequests(self.telemetry, max(windows.page_sizes, default=0))
         self._config = config
-        self._produces, self._consumes, self._whole = produces, consumes, whole
-        self.identity = RequestIdentity(adapters, processor)
+        self._engine = engine
+        self.identity = RequestIdentity(engine.adapters, engine.processor)
         self._stale, unfilled = StalePages(), PartialPages(windows)
         self._status = PageStatus(
             AmbiguousInputs(self.identity),
@@ -89,16 +69,17 @@ class SchedulerSide:
             unfilled,
             self._stale,
         )
-        uncomputable = Uncomputable(encoded_elsewhere=encoded_elsewhere or not consumes)
+        elsewhere = engine.embeddings_come or not engine.consumes
+        uncomputable = Uncomputable(encoded_elsewhere=elsewhere)
         known = self._status, unfilled, uncomputable, self.identity.adapters
         self._fetching = Fetching(config, windows, ranks, self.telemetry, *known)
         self._status.add(*self._fetching.rules)
-        address = transfer_params.ProducerAddress(engine_id, consumes=consumes)
+        address = transfer_params.ProducerAddress(engine.engine_id, consumes=engine.consumes)
         self.offers = Offers(windows, self._status, address, streams=config.overlap != "off")
         self._parts: list[Part] = [self._fetching, self.offers]
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
-            codecs = pool_codecs(config, consumes=consumes)
+            codecs = pool_codecs(config, consumes=engine.consumes)
             store, settings = opened
             self.pool = PoolSide(
                 store,
@@ -111,7 +92,7 @@ class SchedulerSide:
                 self._status,
                 unfilled,
                 ranks,
-                engine_id,
+                engine.engine_id,
             )
             # It saves a request's pages before another part keeps them.
             self._parts.insert(0, self.pool)
@@ -143,11 +124,13 @@ class SchedulerSide:
         try:
             parsed = transfer_params.parse(request.kv_transfer_params)
             if parsed is None:
-                alone = self.pool and self._produces and self._consumes  # for its pool only
+                alone = (
+                    self.pool and self._engine.produces and self._engine.consumes
+                )  # for its pool only
                 if not alone:
                     self._no_handoff.note(request.num_prompt_tokens, request.kv_transfer_params)
                 return
-            check_movable(request, parsed, whole=self._whole)
+            check_movable(request, parsed, whole=self._engine.attends_ahead)
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
@@ -155,7 +138,7 @@ class SchedulerSide:
             self.offers.describe(request)
         elif parsed.do_remote_prefill:
             self._announce_fetch(request, parsed)
-        elif not self._produces:
+        elif not self._engine.produces:
             self._ignore(request, Cause.ROLE, "do_remote_decode, but kv_role is kv_consumer")
         else:
             self._no_handoff.used()
@@ -269,7 +252,7 @@ class SchedulerSide:
 
     def _announce_fetch(self, request: "Request", parsed: transfer_params.TransferParams) -> None:
         transfer = str(parsed.remote_request_id)  # `parse` has seen that it is there
-        if not self._consumes:
+        if not self._engine.consumes:
             self._ignore(request, Cause.ROLE, "do_remote_prefill, but kv_role is kv_producer")
             return
         if self._fetching.fetches(transfer):

@@ -191,28 +191,30 @@ def _parent() -> str:
 
 def _plain(name: str) -> str:
     """A name that is safe as a part of a file's name."""
-    return "".join(one if one.isalnum() or one in "-_" else "-" for one in name)
+    return "".join(
+        character if character.isalnum() or character in "-_" else "-" for character in name
+    )
 
 
 def _make_private(folder: Path) -> None:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not _is_private(folder):
-        found = folder.lstat()
+        status = folder.lstat()
         raise BoardError(
             f"{folder}: must be a directory of mode 0700 that belongs to user {os.getuid()}; "
-            f"found mode {stat.filemode(found.st_mode)} of user {found.st_uid}. Remove it"
+            f"found mode {stat.filemode(status.st_mode)} of user {status.st_uid}. Remove it"
         )
 
 
 def _is_private(folder: Path) -> bool:
     """Whether it is a directory that only this user may enter; False if it does not exist."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return mine and not found.st_mode & 0o077
+    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return mine and not status.st_mode & 0o077
 
 
 def _clear_away(path: Path) -> None:

@@ -38,7 +38,7 @@ class AdmissionControl:
 
     def __init__(self, classes: Sequence[QosClass], *, by_cost: bool) -> None:
         """`by_cost`: the attribute of the queue's policy (`QueuePolicy.by_cost`)."""
-        self._classes = {one.name: one for one in classes}
+        self._classes = {qos_class.name: qos_class for qos_class in classes}
         self._default = default_class(classes).name
         self._predictor = Predictor(classes=self._classes, by_cost=by_cost)
         self._ttft = {name: Margin(MISSES) for name in self._classes}

@@ -205,12 +205,12 @@ class AdmissionGate:
         If the client did not choose a rank, it is the rank with the fewest requests, like vLLM's balancer.
         """
         chosen = range(len(self._boards)) if rank is None else (rank,)
-        known = [
+        reports = [
             (n, self._as_of_now(posted, n))
             for n in chosen
             if 0 <= n < len(self._boards) and (posted := self._boards[n].posted()) is not None
         ]
-        return min(known, key=lambda one: one[1].requests, default=(0, None))
+        return min(reports, key=lambda load: load[1].requests, default=(0, None))
 
     def _decide(
         self, report: LoadReport | None, qos: str, tokens: int, cached: int
@@ -264,13 +264,13 @@ class AdmissionGate:
         if changed is not None:
             self._use(changed)
 
-    def _use(self, found: SchedulerFile) -> None:
-        section = found.scheduler
+    def _use(self, settings: SchedulerFile) -> None:
+        section = settings.scheduler
         by_cost = create(section.policy, section.lambda_).by_cost
         self._control = AdmissionControl(section.qos_classes, by_cost=by_cost)
         self._default = default_class(section.qos_classes).name
-        self._slos = {one.name: one.slo for one in section.qos_classes}
-        self._rules = found.request_router.routes
+        self._slos = {qos_class.name: qos_class.slo for qos_class in section.qos_classes}
+        self._rules = settings.request_router.routes
 
 
 def _with(load: ClassLoad, ticket: Ticket, cost_s: float) -> ClassLoad:

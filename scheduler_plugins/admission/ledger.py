@@ -54,24 +54,24 @@ class Ledger:
         if request_id not in self.awaited:
             return
         del self.awaited[request_id]
-        one = self._open[request_id]
-        one.first_token_s = now_s
-        self._answered.append(one)
+        request = self._open[request_id]
+        request.first_token_s = now_s
+        self._answered.append(request)
         if len(self._answered) >= _TOGETHER:
             self._count()
 
     def age_s(self, request_id: str, now_s: float) -> float:
         """Time since the first token; 0 if there is no token yet."""
-        one = self._open.get(request_id)
-        if one is None or one.first_token_s is None:
+        request = self._open.get(request_id)
+        if request is None or request.first_token_s is None:
             return 0.0
-        return max(0.0, now_s - one.first_token_s)  # the clock may have been set back
+        return max(0.0, now_s - request.first_token_s)  # the clock may have been set back
 
     def gone(self, request_id: str, tokens: int, most_tokens: int) -> None:
         """Note that the request ended with `tokens` of at most `most_tokens` tokens, or was aborted."""
-        one = self._open.pop(request_id, None)
+        request = self._open.pop(request_id, None)
         self.awaited.pop(request_id, None)
-        if one is None or one.first_token_s is None or most_tokens < 2:
+        if request is None or request.first_token_s is None or most_tokens < 2:
             return
         # At first this is the true mean. A plain decay from 0 would need a hundred requests to warm up.
         self._weight = self._weight * _KEPT + 1.0
@@ -79,10 +79,10 @@ class Ledger:
 
     def _count(self) -> None:
         answered, self._answered = self._answered, []
-        for one in answered:
-            record = self._classes.get(one.qos)
+        for request in answered:
+            record = self._classes.get(request.qos)
             if record is None:
-                record = self._classes[one.qos] = ClassRecord()
-            assert one.first_token_s is not None
-            record.predicted_ttft.observe(one.predicted_s)
-            record.ttft.observe(one.first_token_s - one.arrival_s)
+                record = self._classes[request.qos] = ClassRecord()
+            assert request.first_token_s is not None
+            record.predicted_ttft.observe(request.predicted_s)
+            record.ttft.observe(request.first_token_s - request.arrival_s)

@@ -63,7 +63,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
         This is not the mean of ended sequences, because in a growing batch the fast sequences end first.
         """
-        context = sum(one.context for one in self.decoding)
+        context = sum(sequence.context for sequence in self.decoding)
         return self.decode_tokens * self.token_s(len(self.decoding), context)
 
     def token_s(self, batch: int, context: int) -> float:

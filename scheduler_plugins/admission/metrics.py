@@ -54,14 +54,14 @@ class AdmissionMetrics:
     def show(self, posts: Sequence[Posted]) -> None:
         """Copy the figures of the engine cores, summed over the data-parallel ranks."""
         for qos in {qos for posted in posts for qos in posted.report.classes}:
-            loads = [one.report.classes[qos] for one in posts if qos in one.report.classes]
+            loads = [post.report.classes[qos] for post in posts if qos in post.report.classes]
             self._waiting.labels(qos).set(sum(load.waiting for load in loads))
             self._tokens.labels(qos).set(sum(load.tokens for load in loads))
             self._work_s.labels(qos).set(sum(sum(load.work_s) for load in loads))
         for qos in {qos for posted in posts for qos in posted.classes}:
-            records = [one.classes[qos] for one in posts if qos in one.classes]
-            self._predicted.show(qos, _together([one.predicted_ttft for one in records]))
-            self._ttft.show(qos, _together([one.ttft for one in records]))
+            records = [post.classes[qos] for post in posts if qos in post.classes]
+            self._predicted.show(qos, _together([record.predicted_ttft for record in records]))
+            self._ttft.show(qos, _together([record.ttft for record in records]))
 
 
 class _BoardTimes:
@@ -83,8 +83,8 @@ class _BoardTimes:
 
 
 def _together(several: Sequence[Times]) -> Times:
-    counts = [sum(bucket) for bucket in zip(*(one.counts for one in several), strict=True)]
-    return Times(counts, sum(one.sum_s for one in several))
+    counts = [sum(bucket) for bucket in zip(*(times.counts for times in several), strict=True)]
+    return Times(counts, sum(times.sum_s for times in several))
 
 
 def _gauge(name: str, words: str, *labels: str) -> Gauge:

@@ -89,9 +89,9 @@ def _tpot_s(report: LoadReport, own: ClassLoad, tokens: int, part: float, ttft_s
     stay = report.decoding
     still = 1.0
     if decode_s:
-        stay = tuple(one for one in stay if one.age_s + ttft_s < decode_s)
+        stay = tuple(sequence for sequence in stay if sequence.age_s + ttft_s < decode_s)
         # Requests whose prefill ends before this one. The earliest of them may also have ended by then.
         still = min(1.0, decode_s / ttft_s)
     begun = own.waiting * part * still
-    context = sum(one.context for one in stay) + own.tokens * part * still + tokens
+    context = sum(sequence.context for sequence in stay) + own.tokens * part * still + tokens
     return report.token_s(round(len(stay) + begun + 1), round(context))

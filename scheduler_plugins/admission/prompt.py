@@ -55,14 +55,14 @@ def prompt_of(body: Mapping[str, Any]) -> Prompt:
     either, because the engine will refuse them.
     """
     if "messages" in body:
-        kind, found = "chat", _text(_chat(body))
+        kind, sequences = "chat", _text(_chat(body))
     elif pairs := _pairs(body):
-        kind, found = "pair", _sequences(pairs)
+        kind, sequences = "pair", _sequences(pairs)
     elif (given := body.get("input", body.get("texts"))) is not None:
-        kind, found = "text", _sequences(given)
+        kind, sequences = "text", _sequences(given)
     else:
-        kind, found = "text", _sequences(body.get("prompt", body.get("token_ids")))
-    data, size_bytes, ids = found
+        kind, sequences = "text", _sequences(body.get("prompt", body.get("token_ids")))
+    data, size_bytes, ids = sequences
     shared = [body.get(name) for name in ("model", "cache_salt")]
     salt = blake2b(json.dumps([kind, ids, *shared]).encode(), digest_size=16).digest()
     transfer = body.get("kv_transfer_params")
@@ -82,10 +82,10 @@ def _sequences(prompt: object) -> _Sequences:
         return _NOTHING
     if isinstance(prompt[0], str):
         measured = prompt[:_MOST_TEXTS]
-        if not all(isinstance(one, str) for one in measured):
+        if not all(isinstance(text, str) for text in measured):
             return _NOTHING
         data, size_bytes, _ = _text(prompt[:1])
-        size_bytes += sum(_text([one])[1] for one in measured[1:])
+        size_bytes += sum(_text([text])[1] for text in measured[1:])
         return data, size_bytes * len(prompt) // len(measured), False
     several = prompt if isinstance(prompt[0], list) else [prompt]
     try:
@@ -159,8 +159,8 @@ def _texts(content: object) -> Iterable[str]:
     if isinstance(content, str):
         return (content,)
     items = content if isinstance(content, list) else ()
-    found = (item.get("text") for item in items if isinstance(item, dict))
-    return [text for text in found if isinstance(text, str)]
+    texts = (item.get("text") for item in items if isinstance(item, dict))
+    return [text for text in texts if isinstance(text, str)]
 
 
 class _Ratio:
@@ -203,7 +203,7 @@ class PromptMemory:
         """Expected tokens of `tokens` that need no computing. At least one token always needs it."""
         if prompt.ready:
             return tokens - 1
-        return min(tokens - 1, int(self._confirmed * self._found(prompt)))
+        return min(tokens - 1, int(self._confirmed * self._cached_by_chunks(prompt)))
 
     def prefilled(self, prompt: Prompt) -> None:
         """Note that the engine has computed this prompt and has it in its cache."""
@@ -233,14 +233,14 @@ class PromptMemory:
             real = min(2.0, cached[1] / cached[0] * self._confirmed)
             self._confirmed = min(1.0, _KEPT * self._confirmed + (1 - _KEPT) * real)
 
-    def _found(self, prompt: Prompt) -> float:
-        found = 0.0
+    def _cached_by_chunks(self, prompt: Prompt) -> float:
+        tokens = 0.0
         for chunk in prompt.chunks():
             weight = self._chunks.get(chunk)
             if weight is None:
                 break
-            found += weight
-        return found
+            tokens += weight
+        return tokens
 
     def _per_byte(self, prompt: Prompt) -> float:
         if prompt.ids:

@@ -41,7 +41,7 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
             queued_tokens=sum(load.tokens for load in classes),
             waiting=sum(load.waiting for load in classes),
             batch=len(report.decoding),
-            context=sum(one.context for one in report.decoding),
+            context=sum(sequence.context for sequence in report.decoding),
             model=report.model,
         )
 

@@ -16,8 +16,8 @@ COEFFICIENTS = 6
 def features(loads: Sequence[StepLoad]) -> Floats:
     """The factors of `a, b, c, d0, d1, d2` in the durations of steps; float64 `[step, 6]`."""
     rows = [
-        (one.tokens, one.pairs, one.tokens > 0, not one.tokens, one.batch, one.context)
-        for one in loads
+        (load.tokens, load.pairs, load.tokens > 0, not load.tokens, load.batch, load.context)
+        for load in loads
     ]
     return np.array(rows, dtype=np.float64)
 

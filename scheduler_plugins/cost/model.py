@@ -92,7 +92,7 @@ class CostModel:
     def mean(cls, models: Sequence[CostModel]) -> CostModel:
         """The assumed model of an unknown engine beside engines with these models. `models` is not empty."""
         values = (
-            sum(getattr(one, name) for one in models) / len(models)
+            sum(getattr(model, name) for model in models) / len(models)
             for name in ("a", "b", "c", "d0", "d1", "d2")
         )
         a, b, c, d0, d1, d2 = values

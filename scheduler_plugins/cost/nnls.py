@@ -29,16 +29,16 @@ def nnls(gram: Floats, moment: Floats) -> Floats:
     scale = np.sqrt(np.diag(gram))
     seen = scale > 0
     scale = np.where(seen, scale, 1.0)
-    scaled, wanted = gram / np.outer(scale, scale), moment / scale
-    x = np.zeros(len(wanted))
-    free = np.zeros(len(wanted), dtype=bool)
-    for _ in range(3 * len(wanted)):
-        gain = np.where(free | ~seen, -np.inf, wanted - scaled @ x)
+    scaled, target = gram / np.outer(scale, scale), moment / scale
+    x = np.zeros(len(target))
+    free = np.zeros(len(target), dtype=bool)
+    for _ in range(3 * len(target)):
+        gain = np.where(free | ~seen, -np.inf, target - scaled @ x)
         best = int(np.argmax(gain))
-        if gain[best] <= _TOLERANCE * max(1.0, float(np.abs(wanted).max())):
+        if gain[best] <= _TOLERANCE * max(1.0, float(np.abs(target).max())):
             break
         free[best] = True
-        x = _descend(scaled, wanted, x, free)
+        x = _descend(scaled, target, x, free)
     solved: Floats = x / scale
     return solved
 

@@ -41,16 +41,16 @@ def loads(longest_tokens: int, page_size: int, most_batch: int) -> list[StepLoad
         page_size: tokens in a block: cached prefixes are whole blocks.
         most_batch: largest number of sequences that decode together.
     """
-    asked: dict[StepLoad, None] = {}
+    steps: dict[StepLoad, None] = {}
     lengths = sorted({max(2, round(longest_tokens / 1.5**k)) for k in range(11)})
     for tokens in lengths:
         for share in (0.0, 0.5, 0.9):
             cached = min(int(tokens * share), tokens - 1) // page_size * page_size
-            asked[StepLoad.of([(cached, tokens)])] = None
+            steps[StepLoad.of([(cached, tokens)])] = None
     for batch in sorted({max(1, round(most_batch / 2**k)) for k in range(6)}):
         for context in sorted({max(1, round(longest_tokens / 2.5**k)) for k in range(7)}):
-            asked[StepLoad(0, 0, batch, batch * context)] = None
-    return list(asked)
+            steps[StepLoad(0, 0, batch, batch * context)] = None
+    return list(steps)
 
 
 def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
@@ -70,28 +70,34 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
             f"{len(measured)} measurements: at least {FEWEST} are needed; longer prompts, larger batches or more "
             "repeats give more"
         )
-    for one in measured:
-        if not one.duration_s > 0:
-            raise ProfileError(f"{one}: the duration must be a number of seconds > 0")
+    for measurement in measured:
+        if not measurement.duration_s > 0:
+            raise ProfileError(f"{measurement}: the duration must be a number of seconds > 0")
     # Ordered by duration, so every range of durations is both fitted and held out.
-    ordered = sorted(measured, key=lambda one: (one.load.tokens > 0, one.duration_s))
+    ordered = sorted(
+        measured, key=lambda measurement: (measurement.load.tokens > 0, measurement.duration_s)
+    )
     held_out = ordered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
-    fitted = [one for n, one in enumerate(ordered) if n % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
-    if not any(one.load.tokens for one in fitted):
+    fitted = [
+        measurement
+        for n, measurement in enumerate(ordered)
+        if n % HELD_OUT_EVERY != HELD_OUT_EVERY // 2
+    ]
+    if not any(measurement.load.tokens for measurement in fitted):
         raise ProfileError("no measurement contains a prefill: measure some prompts, too")
-    rows = np.stack([_row(one, chunk_tokens) for one in fitted])
+    rows = np.stack([_row(measurement, chunk_tokens) for measurement in fitted])
     values = nnls(rows.T @ rows, rows.sum(axis=0))
     assert len(values) == COEFFICIENTS
-    missed = [abs(float(_row(one, chunk_tokens) @ values) - 1) for one in held_out]
+    missed = [abs(float(_row(measurement, chunk_tokens) @ values) - 1) for measurement in held_out]
     return from_coefficients(values, chunk_tokens, sum(missed) / len(missed))
 
 
-def _row(one: Measurement, chunk_tokens: int) -> Floats:
+def _row(measurement: Measurement, chunk_tokens: int) -> Floats:
     """The equation of a measurement: `row @ coefficients` should be 1."""
-    row: Floats = features([one.load])[0]
+    row: Floats = features([measurement.load])[0]
     if chunk_tokens:
-        row[_PREFILL_STEPS] = -(-one.load.tokens // chunk_tokens)
-    return row / one.duration_s
+        row[_PREFILL_STEPS] = -(-measurement.load.tokens // chunk_tokens)
+    return row / measurement.duration_s
 
 
 def save(path: Path, model: CostModel) -> None:

@@ -146,8 +146,8 @@ class Answer:
         if self._last_s is None:
             return
         self._gate.first_token(self._ticket, self._last_s - self._ticket.arrived_s)
-        if found := _PROMPT_TOKENS.search(self._tail):
-            self._gate.memory.answered(self._ticket.prompt, int(found.group(1)), None)
+        if match := _PROMPT_TOKENS.search(self._tail):
+            self._gate.memory.answered(self._ticket.prompt, int(match.group(1)), None)
 
     def _whole(self, more: int, taken_s: float) -> None:
         """Learn from an answer in one piece, with `more` tokens after the first."""

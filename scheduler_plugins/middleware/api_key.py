@@ -19,15 +19,15 @@ def may_enter(scope: Scope) -> bool:
     if not keys:
         return True
     # If there are several such headers, vLLM reads the first.
-    found = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-    scheme, _, token = (found[0].decode("latin-1") if found else "").partition(" ")
+    authorizations = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+    scheme, _, token = (authorizations[0].decode("latin-1") if authorizations else "").partition(
+        " "
+    )
     return scheme.lower() == "bearer" and _is_one_of(token, keys)
 
 
 def _is_one_of(token: str, keys: Sequence[str]) -> bool:
     """Compare in constant time, so that the time tells nothing about the keys."""
-    wanted = hashlib.sha256(token.encode()).digest()
-    matches = [
-        secrets.compare_digest(wanted, hashlib.sha256(key.encode()).digest()) for key in keys
-    ]
+    sent = hashlib.sha256(token.encode()).digest()
+    matches = [secrets.compare_digest(sent, hashlib.sha256(key.encode()).digest()) for key in keys]
     return any(matches)

@@ -23,8 +23,8 @@ def is_half_of_a_pair(config: Any) -> bool:
     extra = getattr(transfer, "kv_connector_extra_config", None)
     inner = extra.get("connectors") if isinstance(extra, dict) else None
     return any(
-        isinstance(one, dict) and one.get("kv_connector") in PAIR_CONNECTORS
-        for one in (inner if isinstance(inner, list) else ())
+        isinstance(connector, dict) and connector.get("kv_connector") in PAIR_CONNECTORS
+        for connector in (inner if isinstance(inner, list) else ())
     )
 
 
@@ -38,24 +38,24 @@ def pool_engine(config: Any) -> str | None:
     if getattr(transfer, "kv_connector", None) == "PDConnector":
         return own if extra.get("pool") else None
     inner = extra.get("connectors")  # of `MultiConnector`
-    for one in inner if isinstance(inner, list) else ():
-        if isinstance(one, dict) and one.get("kv_connector") == "PDConnector":
-            settings = one.get("kv_connector_extra_config")
+    for connector in inner if isinstance(inner, list) else ():
+        if isinstance(connector, dict) and connector.get("kv_connector") == "PDConnector":
+            settings = connector.get("kv_connector_extra_config")
             if isinstance(settings, dict) and settings.get("pool"):
-                return str(one.get("engine_id") or own)
+                return str(connector.get("engine_id") or own)
     return None
 
 
-def with_cache(told: EngineReport, config: Any) -> EngineReport:
+def with_cache(report: EngineReport, config: Any) -> EngineReport:
     """Add the fields with which a router can follow the engine's cache."""
     if config is None:
-        return told
+        return report
     ports, events = None, getattr(config, "kv_events_config", None)
     if events is not None and events.enable_kv_cache_events and events.publisher == "zmq":
         ports = EventPorts(events=events.endpoint, replay=events.replay_endpoint)
     cache = config.cache_config
     return replace(
-        told,
+        report,
         block_tokens=cache.block_size or 0,
         blocks=cache.num_gpu_blocks or 0,
         kv_events=ports,

@@ -8,6 +8,7 @@ unchanged. The key check refuses it, and its client learns nothing here.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import uuid
@@ -38,7 +39,6 @@ from scheduler_plugins.middleware.body import (
     with_length,
 )
 from scheduler_plugins.middleware.engine_config import cache_tokens, is_half_of_a_pair, with_cache
-from scheduler_plugins.middleware.garbage_collector import collect_less
 from scheduler_plugins.middleware.pool import PoolMiddleware
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.qos.request_id import with_class, without_class
@@ -93,11 +93,11 @@ class AdmissionMiddleware:
         if scope["type"] == "http" and path.startswith("/metrics"):
             self._gate_of(scope).show()
         if scope["type"] == "http" and path == report.PATH and scope["method"] == "GET":
-            await self._tell(scope, send)
+            await self._report_load(scope, send)
             return
-        known = path in (*PATHS, GENERATE, *POOLING_PATHS)
-        wanted = scope["type"] == "http" and scope["method"] == "POST" and known
-        if not wanted or (path.startswith(GUARDED) and not may_enter(scope)):
+        has_class = path in (*PATHS, GENERATE, *POOLING_PATHS)
+        handled = scope["type"] == "http" and scope["method"] == "POST" and has_class
+        if not handled or (path.startswith(GUARDED) and not may_enter(scope)):
             await self._app(scope, receive, send)
             return
         raw = await read_body(scope, receive, BODY_BYTES)
@@ -111,16 +111,16 @@ class AdmissionMiddleware:
             return
         await self._serve(scope, path, body, receive, send, pools=pools)
 
-    async def _tell(self, scope: Scope, send: Send) -> None:
+    async def _report_load(self, scope: Scope, send: Send) -> None:
         """Tell a router the load of this machine's ranks."""
         if not may_enter(scope):
             await respond_json(
                 send, 401, b'{"error": {"message": "wrong or no API key", "code": 401}}'
             )
             return
-        told = self._gate_of(scope).report()
+        report_of_ranks = self._gate_of(scope).report()
         config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
-        await respond_json(send, 200, with_cache(told, config).encode())
+        await respond_json(send, 200, with_cache(report_of_ranks, config).encode())
 
     async def _serve(
         self,
@@ -246,3 +246,20 @@ def _without_class(send: Send) -> Send:
         await send(message)
 
     return sending
+
+
+OLDEST_EVERY = 200
+"""Collections of the middle generation per collection of the oldest generation; CPython's default is 10. Each of the
+former comes after 7,000 new containers, so the latter comes after 1.4 million new containers. These are several
+thousand more requests, or garbage, which can cost about 100 MB of memory."""
+
+
+def collect_less() -> None:
+    """Have Python's garbage collector traverse the oldest generation less often. A higher value that is already set stays.
+
+    An open request is hundreds of objects, none of them garbage. While the number of requests grows, CPython traverses
+    all these objects every few seconds. Every answer waits for that: 0.1 to 0.3 s with 2,000 open requests. So a flood
+    from one class of users delays the first tokens of other classes, and the engine's scheduler cannot prevent it.
+    """
+    first, second, third = gc.get_threshold()
+    gc.set_threshold(first, second, max(third, OLDEST_EVERY))

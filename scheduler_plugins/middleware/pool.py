@@ -77,23 +77,23 @@ def _opened() -> LocalStore:
 def _report(store: LocalStore, engine: str, after: str) -> PoolReport | Refusal:
     """In a thread: the store's files are read."""
     store.see_to_the_folders()
-    told = find_engine(store.told(), engine)
-    if told is None:
+    advertised = find_engine(store.told(), engine)
+    if advertised is None:
         return _refusal(
             503,
             "this engine has not told its model yet, or its weights have changed: the pool is not used",
         )
     report = PoolReport(
         store=store.id,
-        model=told.model,
+        model=advertised.model,
         chunk_tokens=CHUNK_TOKENS,
-        chunk_bytes=told.chunk_bytes,
-        bytes_per_s=told.bytes_per_s,
+        chunk_bytes=advertised.chunk_bytes,
+        bytes_per_s=advertised.bytes_per_s,
     )
     if not after:
         return report
     page = store.journal(int(after))
-    events = tuple(PoolEvent(one.number, one.key.hex(), one.tier) for one in page.events)
+    events = tuple(PoolEvent(event.number, event.key.hex(), event.tier) for event in page.events)
     return replace(report, events=events, next=page.next, whole=page.whole, more=page.more)
 
 

@@ -16,12 +16,9 @@ from collections.abc import Callable
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import Extension, Faults, load_entry_points, unknown_name
 from scheduler_plugins.order.base import QueuePolicy
-from scheduler_plugins.order.by_arrival import Fcfs, Priority
-from scheduler_plugins.order.length_grouped import LengthGrouped
-from scheduler_plugins.order.longest_prefix import LongestPrefix
-from scheduler_plugins.order.prefill_only import PrefillOnly
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.order.srjf import DEFAULT_LAMBDA, Srjf, SrjfCalibrated
+from scheduler_plugins.order.srjf import DEFAULT_LAMBDA, PrefillOnly, Srjf, SrjfCalibrated
+from scheduler_plugins.order.without_cost import Fcfs, LengthGrouped, LongestPrefix, Priority
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +51,13 @@ def create(name: str, lambda_: float = DEFAULT_LAMBDA) -> QueuePolicy:
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
         raise unknown_name("policy", name, POLICIES, GROUP, "policy")
-    found = extension.load()
-    if not (isinstance(found, type) and issubclass(found, QueuePolicy)):
+    loaded = extension.load()
+    if not (isinstance(loaded, type) and issubclass(loaded, QueuePolicy)):
         raise ConfigError(
-            f"policy {name!r}, which {extension.source} adds, is {found!r}: must be a subclass of "
+            f"policy {name!r}, which {extension.source} adds, is {loaded!r}: must be a subclass of "
             "scheduler_plugins.order.base.QueuePolicy"
         )
-    return Guarded(_made(found, lambda_), extension)
+    return Guarded(_made(loaded, lambda_), extension)
 
 
 def _made(policy: type[QueuePolicy], lambda_: float) -> QueuePolicy:
@@ -85,23 +82,25 @@ class Guarded(QueuePolicy):
         self.splits_batches = policy.splits_batches
 
     def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:
-        return self._asked("key", lambda: self._policy.key(request, cached_tokens, cost_s))
+        return self._number_of("key", lambda: self._policy.key(request, cached_tokens, cost_s))
 
     def group(self, request: Waiting) -> int:
-        found = self._asked("group", lambda: self._policy.group(request))
-        return int(found) if math.isfinite(found) else 0
+        number = self._number_of("group", lambda: self._policy.group(request))
+        return int(number) if math.isfinite(number) else 0
 
     def wants_own_batch(self, request: Waiting) -> bool:
-        return bool(self._asked("wants_own_batch", lambda: self._policy.wants_own_batch(request)))
+        return bool(
+            self._number_of("wants_own_batch", lambda: self._policy.wants_own_batch(request))
+        )
 
-    def _asked(self, method: str, ask: Callable[[], float]) -> float:
+    def _number_of(self, method: str, ask: Callable[[], float]) -> float:
         """The policy's number; 0 if it fails or returns no number."""
         try:
-            found = float(ask())
-            if math.isnan(found):
+            number = float(ask())
+            if math.isnan(number):
                 raise ValueError("it returned NaN, which has no order")
         except Exception as error:  # another package's policy can raise anything
             what = f"{self._whose} failed in {method}: {reprlib.repr(error)}"
             self._faults.note(method, what, time.monotonic(), error)
             return 0.0
-        return found
+        return number

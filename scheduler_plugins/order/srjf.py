@@ -40,3 +40,17 @@ class SrjfCalibrated(QueuePolicy):
 
     def key(self, request: Waiting, cached_tokens: int, cost_s: float) -> float:
         return cost_s + self._lambda * request.arrival_s
+
+
+class PrefillOnly(SrjfCalibrated):
+    """Calibrated SRJF. Every request that generates one token gets a separate batch.
+
+    Such a request gains nothing in a shared batch. Compute is busy already, and all requests of the batch would end
+    together with the last.
+    """
+
+    splits_batches = True
+    overtakes_running = False
+
+    def wants_own_batch(self, request: Waiting) -> bool:
+        return request.max_tokens == 1

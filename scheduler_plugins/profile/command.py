@@ -68,18 +68,18 @@ def profile(
     from scheduler_plugins.cost.profile import ProfileError, save
     from scheduler_plugins.profile.measure import Wanted
 
-    wanted = Wanted(longest_tokens, most_batch, repeats, chunk_tokens)
+    plan = Wanted(longest_tokens, most_batch, repeats, chunk_tokens)
     try:
-        found = asyncio.run(_measure(url, api_key, wanted, stderr))
-        save(out, found.model)
+        measured = asyncio.run(_measure(url, api_key, plan, stderr))
+        save(out, measured.model)
     except (PDConnectorError, ProfileError, OSError) as error:
         said = f"not measured: {error}"
         stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
-    _show(found, out, Console())
+    _show(measured, out, Console())
 
 
-async def _measure(url: str, api_key: str | None, wanted: Wanted, console: Console) -> Profile:
+async def _measure(url: str, api_key: str | None, plan: Wanted, console: Console) -> Profile:
     from dataclasses import replace
 
     from scheduler_plugins.profile.client import connect
@@ -87,19 +87,19 @@ async def _measure(url: str, api_key: str | None, wanted: Wanted, console: Conso
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     async with connect(url, api_key) as client:
-        fits = min(wanted.longest_tokens, client.longest_tokens - DECODED)
+        fits = min(plan.longest_tokens, client.longest_tokens - DECODED)
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
             task = progress.add_task("connected", total=None)
 
             def say(done: int, total: int, what: str) -> None:
                 progress.update(task, completed=done, total=total, description=what)
 
-            return await measure(client, replace(wanted, longest_tokens=fits), say)
+            return await measure(client, replace(plan, longest_tokens=fits), say)
 
 
-def _show(found: Profile, out: Path, console: Console) -> None:
-    model = found.model
-    console.print(_table(found.measured, found))
+def _show(measured: Profile, out: Path, console: Console) -> None:
+    model = measured.model
+    console.print(_table(measured.measured, measured))
     console.print(
         f"prefill of n tokens, p cached: {model.a * 1e6:.3g} us (n-p) + {model.b * 1e9:.3g} ns "
         f"(n^2-p^2) + {model.c * 1e3:.3g} ms a step\n"
@@ -107,9 +107,9 @@ def _show(found: Profile, out: Path, console: Console) -> None:
         f"{model.d2 * 1e9:.3g} ns a token of context",
         highlight=False,
     )
-    for reason in found.left_out:
+    for reason in measured.left_out:
         console.print(f"left out: {reason}", highlight=False, markup=False)
-    if not found.engine.caches:
+    if not measured.engine.caches:
         console.print(
             "cached prefixes could not be timed: the engine had none of them cached any more"
         )
@@ -121,24 +121,24 @@ def _show(found: Profile, out: Path, console: Console) -> None:
     console.print(f"written: {out}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _table(measured: Sequence[Measurement], found: Profile) -> Table:
+def _table(measured: Sequence[Measurement], fitted: Profile) -> Table:
     """Some of the measurements beside the model's predictions."""
     table = Table("what", "measured ms", "model ms", "off", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
     for decode in (False, True):
-        kind = [one for one in measured if (one.load.batch > 0) is decode]
-        for one in kind[:: max(1, len(kind) // _SHOWN)]:
-            load = one.load
+        kind = [measurement for measurement in measured if (measurement.load.batch > 0) is decode]
+        for measurement in kind[:: max(1, len(kind) // _SHOWN)]:
+            load = measurement.load
             if decode:
                 what = f"decode {load.batch} x {load.context // load.batch:,}"
-                wanted_s = found.model.step_s(load)
+                wanted_s = fitted.model.step_s(load)
             else:
                 length = (load.pairs // load.tokens + load.tokens) // 2
                 what = f"prefill {length:,}, {length - load.tokens:,} cached"
-                wanted_s = found.model.prefill_s(length, length - load.tokens)
-            off = wanted_s / one.duration_s - 1
+                wanted_s = fitted.model.prefill_s(length, length - load.tokens)
+            off = wanted_s / measurement.duration_s - 1
             table.add_row(
-                what, f"{one.duration_s * 1e3:.1f}", f"{wanted_s * 1e3:.1f}", f"{off:+.0%}"
+                what, f"{measurement.duration_s * 1e3:.1f}", f"{wanted_s * 1e3:.1f}", f"{off:+.0%}"
             )
     return table

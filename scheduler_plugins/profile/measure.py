@@ -68,19 +68,19 @@ class Steps(NamedTuple):
     left_out: list[str]  # reasons why some loads could not be measured
 
 
-async def measure(client: EngineClient, wanted: Wanted, say: Say, seed: int = 0) -> Profile:
+async def measure(client: EngineClient, plan: Wanted, say: Say, seed: int = 0) -> Profile:
     """Time prefills and decode steps of an otherwise idle engine, and fit the model.
 
     Raises:
         AskError: the engine is busy or does not answer; ProfileError: nothing can be fitted.
     """
-    found = await time_steps(client, wanted, say, seed)
-    return Profile(fit(found.measured, wanted.chunk_tokens), *found)
+    measured = await time_steps(client, plan, say, seed)
+    return Profile(fit(measured.measured, plan.chunk_tokens), *measured)
 
 
 async def time_steps(
     client: EngineClient,
-    wanted: Wanted,
+    plan: Wanted,
     say: Say,
     seed: int = 0,
     only: Callable[[StepLoad], bool] = lambda load: True,
@@ -92,22 +92,22 @@ async def time_steps(
     """
     await _check_idle(client)
     prober = Prober(client, await client.pool(), Random(seed))
-    engine = await prober.look(wanted.longest_tokens)
-    asked = loads(wanted.longest_tokens, engine.page_size, wanted.most_batch)
-    asked = [one for one in asked if only(one)]
-    lengths = _prefills(asked, engine)
-    batches = _decodes(asked)
-    total = len(lengths) * wanted.repeats + len(batches)
+    engine = await prober.look(plan.longest_tokens)
+    steps = loads(plan.longest_tokens, engine.page_size, plan.most_batch)
+    steps = [step for step in steps if only(step)]
+    lengths = _prefills(steps, engine)
+    batches = _decodes(steps)
+    total = len(lengths) * plan.repeats + len(batches)
     measured, left_out, done = list[Measurement](), list[str](), 0
     for tokens, cached in lengths.items():
-        for _ in range(wanted.repeats):
+        for _ in range(plan.repeats):
             say(done, total, f"prefill of {tokens:,} tokens")
             measured += await prober.prefills(tokens, cached)
             done += 1
     for context, sizes in batches.items():
         say(done, total, f"decode at {context:,} tokens of context")
-        found, why = await prober.decodes(context, sizes, engine)
-        measured, left_out, done = measured + found, left_out + why, done + 1
+        decodes, why = await prober.decodes(context, sizes, engine)
+        measured, left_out, done = measured + decodes, left_out + why, done + 1
     say(total, total, "fitting")
     return Steps(_medians(measured), engine, left_out)
 
@@ -136,19 +136,19 @@ class Prober:
     async def prefills(self, tokens: int, cached: Sequence[int]) -> list[Measurement]:
         """Send a new prompt, then prompts that share its first tokens. `cached` has the numbers of shared tokens."""
         first = self._prompt(tokens)
-        found = []
-        for shared in (0, *(one for one in cached if one)):
+        measurements = []
+        for shared in (0, *(size for size in cached if size)):
             prompt = [*first[:shared], *self._prompt(tokens - shared)] if shared else first
             answer = await self._ask(prompt, 1)
-            found.append(Measurement(StepLoad.of([(shared, tokens)]), answer.ttft_s))
-        return found
+            measurements.append(Measurement(StepLoad.of([(shared, tokens)]), answer.ttft_s))
+        return measurements
 
     async def decodes(
         self, context: int, batches: Sequence[int], engine: Engine
     ) -> tuple[list[Measurement], list[str]]:
         """Time streams of prompts of `context` tokens, for each batch size. Also return the batches that could not be
         measured."""
-        found, left_out = list[Measurement](), list[str]()
+        measurements, left_out = list[Measurement](), list[str]()
         prompts = list[list[int]]()
         for batch in batches:
             if engine.cache_tokens and batch * (context + DECODED) > _ROOM * engine.cache_tokens:
@@ -165,8 +165,8 @@ class Prober:
                 )
                 continue
             load = StepLoad(0, 0, batch, batch * (context + DECODED // 2))
-            found.append(Measurement(load, step_s(gaps)))
-        return found, left_out
+            measurements.append(Measurement(load, step_s(gaps)))
+        return measurements, left_out
 
     def _prompt(self, tokens: int) -> list[int]:
         return self._random.choices(self._pool, k=tokens)
@@ -184,25 +184,25 @@ class Prober:
         return answer
 
 
-def _prefills(asked: Sequence[StepLoad], engine: Engine) -> dict[int, list[int]]:
+def _prefills(steps: Sequence[StepLoad], engine: Engine) -> dict[int, list[int]]:
     """The cached tokens to try for each length."""
-    found: dict[int, list[int]] = {}
-    for load in asked:
+    lengths: dict[int, list[int]] = {}
+    for load in steps:
         if load.tokens:
             both = load.pairs // load.tokens  # length + cached
             length, cached = (both + load.tokens) // 2, (both - load.tokens) // 2
-            found.setdefault(length, [])
-            found[length] += [cached] if engine.caches else []
-    return found
+            lengths.setdefault(length, [])
+            lengths[length] += [cached] if engine.caches else []
+    return lengths
 
 
-def _decodes(asked: Sequence[StepLoad]) -> dict[int, list[int]]:
+def _decodes(steps: Sequence[StepLoad]) -> dict[int, list[int]]:
     """The batches to try for each context."""
-    found: dict[int, list[int]] = {}
-    for load in asked:
+    contexts: dict[int, list[int]] = {}
+    for load in steps:
         if load.batch:
-            found.setdefault(load.context // load.batch, []).append(load.batch)
-    return {context: sorted(set(batches)) for context, batches in sorted(found.items())}
+            contexts.setdefault(load.context // load.batch, []).append(load.batch)
+    return {context: sorted(set(batches)) for context, batches in sorted(contexts.items())}
 
 
 def _gaps(answers: Sequence[Timed]) -> list[float]:
@@ -230,17 +230,17 @@ def step_s(gaps: Sequence[float]) -> float:
 def _medians(measured: Sequence[Measurement]) -> list[Measurement]:
     """One measurement for each load: the median of its repetitions."""
     times: dict[StepLoad, list[float]] = {}
-    for one in measured:
-        times.setdefault(one.load, []).append(one.duration_s)
-    return [Measurement(load, statistics.median(found)) for load, found in times.items()]
+    for measurement in measured:
+        times.setdefault(measurement.load, []).append(measurement.duration_s)
+    return [Measurement(load, statistics.median(seconds)) for load, seconds in times.items()]
 
 
 def _cache(samples: Samples) -> tuple[int, int]:
     """Tokens in a block, and in all blocks (0: unknown)."""
     for name, labels in samples:
         if name == "vllm:cache_config_info":
-            told = dict(labels)
-            block, blocks = told.get("block_size", ""), told.get("num_gpu_blocks", "")
+            config = dict(labels)
+            block, blocks = config.get("block_size", ""), config.get("num_gpu_blocks", "")
             if block.isdecimal():
                 return int(block), int(block) * int(blocks) if blocks.isdecimal() else 0
     return _PAGE_SIZE, 0

@@ -74,11 +74,11 @@ def checked(classes: Sequence[QosClass]) -> tuple[QosClass, ...]:
     if not classes:
         raise QosError("qos_classes: is empty; name at least one class, or leave it out")
     for field in ("name", "priority"):
-        values = [getattr(one, field) for one in classes]
+        values = [getattr(qos_class, field) for qos_class in classes]
         for value in values:
             if values.count(value) > 1:
                 raise QosError(f"qos_classes: {field} {value!r} is given twice; must be unique")
-    reserved = sum(one.reserved_fraction for one in classes)
+    reserved = sum(qos_class.reserved_fraction for qos_class in classes)
     if reserved > 1 + 1e-9:
         raise QosError(f"qos_classes: reserved_fraction adds up to {reserved:g}; must be at most 1")
     return tuple(classes)
@@ -86,4 +86,4 @@ def checked(classes: Sequence[QosClass]) -> tuple[QosClass, ...]:
 
 def default_class(classes: Sequence[QosClass]) -> QosClass:
     """The class of requests that name no class or an unknown class: the class with the lowest priority."""
-    return min(classes, key=lambda one: one.priority)
+    return min(classes, key=lambda qos_class: qos_class.priority)

@@ -50,18 +50,18 @@ def parse(text: bytes, source: str = "the configuration") -> SchedulerFile:
     """
     written = YamlText(text, source)
     try:
-        found = written.decode(SchedulerFile) if text.strip() else SchedulerFile()
+        file = written.decode(SchedulerFile) if text.strip() else SchedulerFile()
     except ValueError as error:
         raise QosError(str(error)) from None
     try:
-        checked(found.scheduler.qos_classes)
-        check_rules(found.request_router.routes, found.scheduler.qos_classes)
-        create(found.scheduler.policy, found.scheduler.lambda_)
-        if found.scheduler.max_overtaken < 0:
-            raise QosError(f"max_overtaken {found.scheduler.max_overtaken}: must be 0 or more")
+        checked(file.scheduler.qos_classes)
+        check_rules(file.request_router.routes, file.scheduler.qos_classes)
+        create(file.scheduler.policy, file.scheduler.lambda_)
+        if file.scheduler.max_overtaken < 0:
+            raise QosError(f"max_overtaken {file.scheduler.max_overtaken}: must be 0 or more")
     except ValueError as error:
         raise QosError(written.wrong(error)) from None
-    return found
+    return file
 
 
 class WatchedFile(Watched[SchedulerFile]):

@@ -56,15 +56,15 @@ class LiveSettings:
             return False
         self._look_s = now_s + LOOK_EVERY_S
         try:
-            found = self._file.changed()
+            file = self._file.changed()
         except QosError as error:
             logger.error(
                 "the changed settings cannot be used, so the scheduler keeps the old settings: %s",
                 error,
             )
             return False
-        if found is None or found.scheduler == self._section:
+        if file is None or file.scheduler == self._section:
             return False
-        self._section = found.scheduler
+        self._section = file.scheduler
         logger.info("the scheduler's settings have changed: %s", self._section)
         return True

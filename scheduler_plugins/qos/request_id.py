@@ -27,5 +27,5 @@ def without_class(request_id: str) -> str:
 
 def class_in(engine_id: str) -> str:
     """The class in the id of a request in the engine; "" if none. vLLM has extended the id at both ends."""
-    found = _CLASS.match(engine_id)
-    return unquote(found.group(1)) if found else ""
+    match = _CLASS.match(engine_id)
+    return unquote(match.group(1)) if match else ""

@@ -40,7 +40,7 @@ def check_rules(rules: Sequence[ClassRule], classes: Sequence[QosClass]) -> None
     Raises:
         QosError: a rule names an unknown class, or follows a rule that matches everything.
     """
-    names = [one.name for one in classes]
+    names = [qos_class.name for qos_class in classes]
     for n, rule in enumerate(rules):
         if rule.qos not in names:
             raise QosError(f"routes[{n}]: qos {rule.qos!r} must be one of {', '.join(names)}")

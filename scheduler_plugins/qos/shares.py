@@ -39,8 +39,8 @@ class DeficitShares:
     def update(self, classes: Sequence[QosClass]) -> None:
         """Use other classes from now on. Classes that stay keep their balances."""
         kept = self._balances
-        self._classes = sorted(classes, key=lambda one: -one.priority)
-        self._balances = {one.name: kept.get(one.name, 0.0) for one in classes}
+        self._classes = sorted(classes, key=lambda qos_class: -qos_class.priority)
+        self._balances = {qos_class.name: kept.get(qos_class.name, 0.0) for qos_class in classes}
 
     def balance_s(self, name: str) -> float:
         """Seconds of work that the class has earned and not used."""
@@ -53,11 +53,11 @@ class DeficitShares:
             waiting: the classes that have requests; at least one.
         """
         first = ""
-        for one in self._classes:
-            if one.name in waiting:
-                if self._balances[one.name] > 0:
-                    return one.name
-                first = first or one.name
+        for qos_class in self._classes:
+            if qos_class.name in waiting:
+                if self._balances[qos_class.name] > 0:
+                    return qos_class.name
+                first = first or qos_class.name
         return first
 
     def charge(self, name: str, cost_s: float, waiting: Collection[str]) -> Mapping[str, float]:
@@ -74,20 +74,20 @@ class DeficitShares:
             self._balances = self._paid(name, cost_s, waiting)
         else:
             self._balances = dict.fromkeys(before, BURST_S)
-        return {one: after - before[one] for one, after in self._balances.items()}
+        return {owner: after - before[owner] for owner, after in self._balances.items()}
 
     def _paid(self, name: str, cost_s: float, waiting: Collection[str]) -> dict[str, float]:
         """The balances after work while other requests waited."""
         after, spare_s = dict(self._balances), 0.0
         if after[name] > 0:
             after[name] -= cost_s
-        for one in self._classes:
-            earned = after[one.name] + one.reserved_fraction * cost_s
-            after[one.name] = earned if one.name in waiting else min(earned, BURST_S)
-            spare_s += earned - after[one.name]
-        for one in self._classes:
-            lent_s = max(0.0, min(spare_s, BURST_S - after[one.name]))
-            after[one.name] += lent_s
+        for qos_class in self._classes:
+            earned = after[qos_class.name] + qos_class.reserved_fraction * cost_s
+            after[qos_class.name] = earned if qos_class.name in waiting else min(earned, BURST_S)
+            spare_s += earned - after[qos_class.name]
+        for qos_class in self._classes:
+            lent_s = max(0.0, min(spare_s, BURST_S - after[qos_class.name]))
+            after[qos_class.name] += lent_s
             spare_s -= lent_s
         return after
 

@@ -60,30 +60,30 @@ class Seen:
     use to anybody else. Used by one thread."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
+        self._nonces: set[str] = set()
         self._by_time: list[tuple[int, str]] = []  # a heap
         self._forgotten_ms = 0
         """Signatures up to this time are forgotten, and not believed any more."""
-        self._told_s = -math.inf
+        self._logged_s = -math.inf
 
     def first(self, at_ms: int, nonce: str, now_s: float) -> bool:
         """Whether this is the first time that a valid signature is seen."""
-        if at_ms <= self._forgotten_ms or nonce in self._known:
+        if at_ms <= self._forgotten_ms or nonce in self._nonces:
             return False
-        self._known.add(nonce)
+        self._nonces.add(nonce)
         heappush(self._by_time, (at_ms, nonce))
         oldest_ms = (now_s - BELIEVED_S) * 1000
         while self._by_time[0][0] < oldest_ms or len(self._by_time) > MOST_SEEN:
             self._forgotten_ms, forgotten = heappop(self._by_time)
-            self._known.discard(forgotten)
+            self._nonces.discard(forgotten)
         return True
 
-    def tell(self, off_s: float) -> None:
+    def log_old(self, off_s: float) -> None:
         """Say in the log, at most once a minute, that a valid signature is this much older than the present."""
         now_s = time.monotonic()
-        if now_s < self._told_s + _TELL_S:
+        if now_s < self._logged_s + _TELL_S:
             return
-        self._told_s = now_s
+        self._logged_s = now_s
         logger.warning(
             "%s: a router signed a class %.0f s %s, by the two clocks; not believed, so such requests are of the default "
             "class (wanted: %g s at most). Set both machines' clocks (NTP). Or somebody repeats an old header",
@@ -120,12 +120,12 @@ def signed_class(
     nonce, _, rest = rest.partition(".")
     name, _, signature = rest.rpartition(".")
     request_id = headers.get("x-request-id", "").encode("latin-1", "replace")
-    wanted = _signature(at, nonce, name, request_id, key)
-    if not key or not compare_digest(signature.encode(), wanted.encode()):
+    expected = _signature(at, nonce, name, request_id, key)
+    if not key or not compare_digest(signature.encode(), expected.encode()):
         return None
     now_s = time.time() if now_s is None else now_s
     if abs(off_s := now_s - int(at) / 1000) > BELIEVED_S:
-        seen.tell(off_s)
+        seen.log_old(off_s)
         return None
     if not seen.first(int(at), nonce, now_s):
         return None

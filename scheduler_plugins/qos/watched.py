@@ -55,11 +55,11 @@ class Watched(Generic[T]):
             self._emptied = state
             return None
         self._state, self._emptied = state, None
-        found = self._read()
-        if found == self.current:
+        content = self._read()
+        if content == self.current:
             return None
-        self.current = found
-        return found
+        self.current = content
+        return content
 
     def _look(self) -> _State | None:
         try:

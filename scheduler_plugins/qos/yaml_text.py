@@ -34,7 +34,7 @@ class YamlText:
         self._text = text
         self._source = source
 
-    def decode(self, wanted: type[T]) -> T:
+    def decode(self, form: type[T]) -> T:
         """The settings, as this msgspec type.
 
         Raises:
@@ -42,9 +42,9 @@ class YamlText:
                 file's name and the line, and names every unknown key before the first value of another type.
         """
         try:
-            return msgspec.yaml.decode(self._text, type=wanted)
+            return msgspec.yaml.decode(self._text, type=form)
         except msgspec.ValidationError as error:
-            raise ValueError("; ".join(self._mistakes(str(error), wanted))) from None
+            raise ValueError("; ".join(self._mistakes(str(error), form))) from None
         except msgspec.DecodeError as error:
             said = str(error).splitlines()
             line = re.search(r"line (\d+)", said[-1])
@@ -68,15 +68,15 @@ class YamlText:
                 line = _line_of_text(root, quoted[1]) or line
         return self._message(said, line)
 
-    def _mistakes(self, said: str, wanted: type) -> Iterator[str]:
+    def _mistakes(self, said: str, form: type) -> Iterator[str]:
         """The messages of this mistake, and of those that show once each unknown key is taken out."""
         content = msgspec.yaml.decode(self._text)
         while True:
-            yield self._validation(said, wanted)
+            yield self._validation(said, form)
             if not _taken_out(content, said):
                 return
             try:
-                msgspec.convert(content, wanted)
+                msgspec.convert(content, form)
             except msgspec.ValidationError as error:
                 said = str(error)
             else:
@@ -86,32 +86,36 @@ class YamlText:
             ):  # it was probably there, under the key that is not known
                 return
 
-    def _validation(self, said: str, wanted: type) -> str:
+    def _validation(self, said: str, form: type) -> str:
         unknown = _UNKNOWN.search(said)
         steps = [*_steps(said), *([unknown[1]] if unknown else ())]
-        return self._message(explained(said, wanted), _line_at(_composed(self._text), steps))
+        return self._message(explained(said, form), _line_at(_composed(self._text), steps))
 
     def _message(self, said: str, line: int) -> str:
         return f"{self._source}:{line}: {said}" if line else f"{self._source}: {said}"
 
 
-def explained(said: str, wanted: Any) -> str:
+def explained(said: str, form: Any) -> str:
     """What msgspec says about a value that is not of this type, with the key, the known words, and the one that was
     probably meant."""
     steps = _steps(said)
     said = _PATH.sub("", said)
-    kind = _kind_at(inspect.type_info(wanted), steps)
+    kind = _kind_at(inspect.type_info(form), steps)
     unknown, choice = _UNKNOWN.search(said), _CHOICE.search(said)
     if unknown:
-        known = [name for one in _kinds(kind) for name in _fields(one)]
-        near = did_you_mean(unknown[1], known) or f"known are {', '.join(known)}"
+        field_names = [name for alternative in _kinds(kind) for name in _fields(alternative)]
+        near = did_you_mean(unknown[1], field_names) or f"known are {', '.join(field_names)}"
         return f"key {unknown[1]!r} is not known; {near}"
     keys = [step for step in steps if not step.isdigit() and step != "..."]
     if keys and keys[-1] != steps[-1] and not (choice or said.startswith("Expected")):
         keys.clear()  # a type's own message names its key
     key = keys[-1] if keys else ""
     if choice:
-        values = [str(value) for one in _kinds(kind) for value in getattr(one, "values", ())]
+        values = [
+            str(value)
+            for alternative in _kinds(kind)
+            for value in getattr(alternative, "values", ())
+        ]
         near = did_you_mean(choice[1], values)
         return f"{key or 'value'} {choice[1]!r}: must be one of {', '.join(values)}{'; ' + near if near else ''}"
     return f"{key}: {said}" if key else said
@@ -162,9 +166,9 @@ def _line_at(node: Any, steps: Sequence[str]) -> int:
             rest = steps[n + 1 :]
             lines = [_line_at(value, rest) for _, value in _entries(node) if _leads(value, rest)]
             return lines[0] if lines and rest else line
-        found = [(key, value) for key, value in _entries(node) if key.value == step]
-        if found:
-            line, node = found[-1][0].start_mark.line + 1, found[-1][1]
+        pairs = [(key, value) for key, value in _entries(node) if key.value == step]
+        if pairs:
+            line, node = pairs[-1][0].start_mark.line + 1, pairs[-1][1]
         elif step.isdigit() and node.id == "sequence" and int(step) < len(node.value):
             node = node.value[int(step)]
             line = node.start_mark.line + 1
@@ -191,16 +195,16 @@ def _line_of_key(root: Any, name: str, element: int | None) -> int:
 def _scalars(node: Any) -> Iterator[Any]:
     if node.id == "scalar":
         yield node
-    for one in node.value if node.id != "scalar" else ():
-        for inner in one if isinstance(one, tuple) else (one,):
+    for child in node.value if node.id != "scalar" else ():
+        for inner in child if isinstance(child, tuple) else (child,):
             yield from _scalars(inner)
 
 
 def _line_of_text(root: Any, text: str) -> int:
     """The line of the first key or value that is this text, or else has it in it; 0: there is none."""
-    found = [node for node in _scalars(root) if text and text in node.value]
-    found = [node for node in found if node.value == text] or found
-    return found[0].start_mark.line + 1 if found else 0
+    matches = [node for node in _scalars(root) if text and text in node.value]
+    matches = [node for node in matches if node.value == text] or matches
+    return matches[0].start_mark.line + 1 if matches else 0
 
 
 def _kinds(kind: Any) -> Sequence[Any]:
@@ -208,21 +212,21 @@ def _kinds(kind: Any) -> Sequence[Any]:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    return {one.encode_name: one.type for one in getattr(kind, "fields", ())}
+    return {field.encode_name: field.type for field in getattr(kind, "fields", ())}
 
 
 def _kind_at(kind: Any, steps: Sequence[str]) -> Any:
     """The type at this path; None if it has none of its own."""
     for step in steps:
         inner = [
-            found
-            for one in _kinds(kind)
-            for found in (
-                _fields(one).get(step),
-                getattr(one, "item_type", None),
-                getattr(one, "value_type", None),
+            candidate
+            for alternative in _kinds(kind)
+            for candidate in (
+                _fields(alternative).get(step),
+                getattr(alternative, "item_type", None),
+                getattr(alternative, "value_type", None),
             )
-            if found is not None
+            if candidate is not None
         ]
         if not inner:
             return None

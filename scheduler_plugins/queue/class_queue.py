@@ -27,10 +27,10 @@ class QueueEntry:
         "class_name",
         "cost_s",
         "evictions",
-        "found",
         "group",
         "key",
         "key_node",
+        "last_cached",
         "missing",
         "request",
         "resumed",
@@ -52,7 +52,7 @@ class QueueEntry:
         """Leading blocks that were cached at the last evaluation."""
         self.missing: BlockHash | None = None
         """The first block that is not cached. `PrefixIndex` files the entry under it."""
-        self.found: BlockHash | None = None
+        self.last_cached: BlockHash | None = None
         """The last block of the cached prefix at the last evaluation."""
         self.evictions = -1
         """`PrefixIndex.evictions` at the last look-up of the blocks."""

@@ -31,7 +31,7 @@ class FairShare:
         Args:
             class_queues: the waiting requests of each class; read at every decision.
         """
-        self._classes = {one.name: one for one in classes}
+        self._classes = {qos_class.name: qos_class for qos_class in classes}
         self.is_shared = len(self._classes) > 1
         self._default = default_class(classes).name
         self._shares.update(classes)
@@ -77,7 +77,9 @@ class FairShare:
         """Whether a class has had less than its reserve and there are classes of lower priority."""
         if len(self._classes) == 1 or self._shares.balance_s(name) <= 0:
             return False
-        return self._classes[name].priority > min(one.priority for one in self._classes.values())
+        return self._classes[name].priority > min(
+            qos_class.priority for qos_class in self._classes.values()
+        )
 
     def outranks(self, name: str, qos: str) -> bool:
         """Whether the class's priority is at least the priority of requests that name `qos`."""
@@ -111,8 +113,8 @@ class FairShare:
         here = {*self._waiting(), *map(self.class_of, prefilling)}
         lowest = min((self._classes[name].priority for name in here), default=None)
         return lowest is not None and any(
-            one.priority > lowest and self._shares.balance_s(one.name) > 0
-            for one in self._classes.values()
+            qos_class.priority > lowest and self._shares.balance_s(qos_class.name) > 0
+            for qos_class in self._classes.values()
         )
 
     def _waiting(self) -> list[str]:

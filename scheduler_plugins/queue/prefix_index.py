@@ -15,7 +15,7 @@ from scheduler_plugins.queue.class_queue import QueueEntry
 
 
 class PrefixIndex:
-    """SlowProbes up cached prefixes, and files each entry under its first block that is not cached.
+    """Looks up cached prefixes, and files each entry under its first block that is not cached.
 
     When that block is cached, the entries filed under it become `stale`. Becoming stale costs nothing
     per entry; stale entries are looked up when the order is next needed. So a prefill that fills
@@ -25,7 +25,7 @@ class PrefixIndex:
     def __init__(self, cached: Container[BlockHash]) -> None:
         self._cached = cached
         self._under: dict[BlockHash, dict[QueueEntry, None]] = {}
-        self._found: dict[BlockHash, int] = {}
+        self._prefix_ends: dict[BlockHash, int] = {}
         self.evictions = 0
         """The number of evictions. An entry whose last look-up is older may have lost blocks."""
         self._walked: dict[BlockHash, tuple[Sequence[BlockHash], int]] = {}
@@ -48,10 +48,10 @@ class PrefixIndex:
         self._walked = {}
         self.evictions += 1
 
-    def wanted(self, block: BlockHash) -> bool:
+    def ends_prefix(self, block: BlockHash) -> bool:
         """Whether the cached prefix of some entry ends with this block, as last evaluated. Only policies that follow the
         cache evaluate entries."""
-        return block in self._found
+        return block in self._prefix_ends
 
     def look_up(self, entry: QueueEntry) -> None:
         """Update `entry.cached`. File the entry if a block is missing."""
@@ -62,9 +62,9 @@ class PrefixIndex:
         entry.evictions = self.evictions
         self.forget(entry)
         if end:
-            found = hashes[end - 1]
-            entry.found = found
-            self._found[found] = self._found.get(found, 0) + 1
+            last = hashes[end - 1]
+            entry.last_cached = last
+            self._prefix_ends[last] = self._prefix_ends.get(last, 0) + 1
         if end < usable:
             missing = hashes[end]
             entry.missing = missing
@@ -72,11 +72,11 @@ class PrefixIndex:
 
     def forget(self, entry: QueueEntry) -> None:
         """Take an entry out of the index."""
-        if entry.found is not None:
-            count = self._found.pop(entry.found) - 1
+        if entry.last_cached is not None:
+            count = self._prefix_ends.pop(entry.last_cached) - 1
             if count:
-                self._found[entry.found] = count
-            entry.found = None
+                self._prefix_ends[entry.last_cached] = count
+            entry.last_cached = None
         if entry.missing is not None:
             waiters = self._under[entry.missing]
             del waiters[entry]
@@ -110,12 +110,12 @@ class PrefixIndex:
         """
         if start >= usable:
             return start
-        known = self._walked.get(hashes[start])
-        end = _common(hashes, known[0], start, min(known[1], usable)) if known else start
+        walked = self._walked.get(hashes[start])
+        end = _common(hashes, walked[0], start, min(walked[1], usable)) if walked else start
         cached = self._cached
         while end < usable and hashes[end] in cached:
             end += 1
-        if known is None or end > known[1]:
+        if walked is None or end > walked[1]:
             self._walked[hashes[start]] = (hashes, end)
         return end
 
@@ -169,10 +169,10 @@ class CostEstimator:
             self._prefix_index.look_up(entry)
         elif not entry.key_node:
             entry.cached = self._prefix_index.count(request.block_hashes, entry.usable)
-        known = self._known(request, entry.cached)
-        cost_s = self.model.prefill_s(request.tokens, known)
+        ready = self._ready_tokens(request, entry.cached)
+        cost_s = self.model.prefill_s(request.tokens, ready)
         first = entry.resumed and self.policy.resumes_first
-        key = -inf if first else self.policy.key(request, known, cost_s)
+        key = -inf if first else self.policy.key(request, ready, cost_s)
         return key, cost_s
 
     def cost_s(self, request: Waiting) -> float:
@@ -182,7 +182,7 @@ class CostEstimator:
     def known_tokens(self, request: Waiting) -> int:
         """Tokens of a request that need no computing: they are cached, or another engine sends them."""
         usable = QueueEntry(request, self._page_size).usable
-        return self._known(request, self._prefix_index.count(request.block_hashes, usable))
+        return self._ready_tokens(request, self._prefix_index.count(request.block_hashes, usable))
 
     def left(self, request: Waiting, computed_tokens: int) -> float:
         """The key of the remaining part of a running prefill."""
@@ -195,6 +195,6 @@ class CostEstimator:
         self.model = self._costs.model
         return changed
 
-    def _known(self, request: Waiting, cached_blocks: int) -> int:
+    def _ready_tokens(self, request: Waiting, cached_blocks: int) -> int:
         loaded = min(request.loaded, request.tokens - 1)
         return max(cached_blocks * self._page_size, loaded)

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from scheduler_plugins.order.base import MAX_OVERTAKEN, QueuePolicy
 from scheduler_plugins.order.request import BlockHash, Waiting
 from scheduler_plugins.qos.classes import ONLY, QosClass
-from scheduler_plugins.queue.batch import Batch
 from scheduler_plugins.queue.class_queue import ClassQueue, QueueEntry
 from scheduler_plugins.queue.fair_share import FairShare
 from scheduler_plugins.queue.prefix_index import CostEstimator, Costs, PrefixIndex
-from scheduler_plugins.queue.turned_back import TurnedBack
 
 LOOKS_PER_PEEK = 32
 """The most entries that are evaluated again before a choice. If the cache has made more requests cheaper since the last
@@ -89,7 +88,7 @@ class WaitingQueue:
     def set_classes(self, classes: Sequence[QosClass]) -> None:
         """Use other classes. Requests move to their new classes, and keep their order of arrival."""
         arrived = sorted(self._entries.values(), key=lambda entry: entry.request.arrival_s)
-        self._class_queues = {one.name: ClassQueue() for one in classes}
+        self._class_queues = {qos_class.name: ClassQueue() for qos_class in classes}
         self.fair_share.update(classes, self._class_queues)
         for entry in arrived:
             self._queue_of(entry).append(entry)
@@ -298,3 +297,95 @@ class WaitingQueue:
 
     def _rescore(self, entry: QueueEntry) -> None:
         self._class_queues[entry.class_name].move(entry, *self.estimator.evaluate(entry))
+
+
+class Batch:
+    """The requests of one batch. It takes no further request in three cases: a request in it wants its own batch, the
+    next request wants its own batch, or a request in it is shielded. Used by one thread.
+
+    A request is shielded until its prefill has ended if its class is owed and has no other request. Its steps then hold
+    only its own work. Other classes lose the rest of these steps, while the class pays only for its own work. A class
+    with several requests is not shielded, because full batches serve it sooner.
+    """
+
+    def __init__(self) -> None:
+        self._started: set[str] = set()
+        self._own: str | None = None  # the request that has this batch alone; "": it started before
+        self.shielded: dict[str, int] = {}
+        """Priorities of shielded requests, by request id. Read it, do not change it."""
+
+    def begin(self, *, full: bool, prefilling: Collection[str]) -> None:
+        """A new scan; see `WaitingQueue.begin_scan`."""
+        if kept := self.shielded:
+            self.shielded = {
+                request_id: kept[request_id] for request_id in prefilling if request_id in kept
+            }
+        self._started = set()
+        self._own = "" if full else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no request may start any more."""
+        return self._own is not None
+
+    def shuts_out(self, priority: int) -> bool:
+        """Whether a shielded request keeps requests of this priority from starting."""
+        return priority < max(self.shielded.values(), default=priority)
+
+    def takes(self, request: Waiting, policy: QueuePolicy) -> bool:
+        """Whether this request may join what has started."""
+        return not (policy.splits_batches and self._started and policy.wants_own_batch(request))
+
+    def add(self, request: Waiting, policy: QueuePolicy) -> None:
+        """The request starts."""
+        self._started.add(request.id)
+        if policy.splits_batches and policy.wants_own_batch(request):
+            self._own = request.id
+
+    def shield(self, request_id: str, priority: int) -> None:
+        """Let nothing of lower priority start beside this request."""
+        self.shielded[request_id] = priority
+
+    def drop(self, request_id: str) -> bool:
+        """Remove a request that did not start, or was preempted. Returns whether it was added in this scan."""
+        self.shielded.pop(request_id, None)
+        if self._own == request_id:
+            self._own = None
+        added = request_id in self._started
+        self._started.discard(request_id)
+        return added
+
+
+T = TypeVar("T")
+
+
+class TurnedBack:
+    """Bounds the time that a large request waits for room while small requests take the free pages.
+
+    Used by one thread. `starts` counts requests that start; the queue adds to it.
+    """
+
+    def __init__(self) -> None:
+        self.starts = 0
+        # the value of `starts` when each was turned back, oldest first
+        self._since: dict[str, int] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._since
+
+    def add(self, request_id: str) -> None:
+        """Note that the engine had no room for this request. Only the first time counts."""
+        self._since.setdefault(request_id, self.starts)
+
+    def overdue(self, waiting: Mapping[str, T], most: int) -> T | None:
+        """The request that was turned back first, if at least `most` requests have started since.
+
+        Args:
+            waiting: all waiting requests, by id; others are forgotten here.
+        """
+        while self._since:
+            request_id, starts = next(iter(self._since.items()))
+            if request_id in waiting:
+                return waiting[request_id] if self.starts - starts >= most else None
+            del self._since[request_id]
+        return None

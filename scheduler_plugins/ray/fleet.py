@@ -76,13 +76,13 @@ class Fleet:
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """Set the present replicas. Everything about other replicas is forgotten."""
-        wanted = set(names)
-        for name in self._replicas.keys() - wanted:
+        present = set(names)
+        for name in self._replicas.keys() - present:
             del self._replicas[name]
             self._prefixes.remove(name)
-        for name in sorted(wanted - self._replicas.keys()):
+        for name in sorted(present - self._replicas.keys()):
             self._replicas[name] = Replica(name, self._role)
-        self._sent = {n: sent for n, sent in self._sent.items() if sent.replica in wanted}
+        self._sent = {n: sent for n, sent in self._sent.items() if sent.replica in present}
 
     def choose(
         self,
@@ -128,7 +128,7 @@ class Fleet:
         if isinstance(decision, Defer):
             return None
         if isinstance(decision, Reject):  # Serve has no way to say so to the client
-            return min(able, key=lambda one: one.open_requests).name
+            return min(able, key=lambda replica: replica.open_requests).name
         chosen = decision.p if self._role is Role.PREFILL else decision.d
         return chosen or able[0].name
 

@@ -93,8 +93,8 @@ class PolicyRequestRouter(RequestRouter):
 def _body(pending: PendingRequest) -> Mapping[str, Any]:
     """The fields of a client's request that policies use; empty if it is not such a request."""
     request = pending.args[0] if pending.args else None
-    found = {name: getattr(request, name, None) for name in _FIELDS}
-    return {name: value for name, value in found.items() if value is not None}
+    fields = {name: getattr(request, name, None) for name in _FIELDS}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _headers(pending: PendingRequest) -> Mapping[str, str]:

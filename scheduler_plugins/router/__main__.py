@@ -49,16 +49,16 @@ serve.__doc__ = f"""The router: one OpenAI API in front of prefill and decode en
 
 def _settings(given: dict[str, Any], path: Any) -> tuple[RouterConfig, SettingsFile | None]:
     """The settings, and their file if there is one. Raises ValueError: they cannot be used."""
-    wanted = {name: value for name, value in given.items() if value not in (None, [])}
-    wanted["kv_events"] = dict(map(kv_events, given["kv_events"] or ()))
-    wanted.setdefault("api_key", os.environ.get(API_KEY_VARIABLE, ""))
-    wanted["admin_key"] = os.environ.get(ADMIN_KEY_VARIABLE, "")
-    wanted["client_key"] = os.environ.get(CLIENT_KEY_VARIABLE, "")
-    wanted["router_key"] = os.environ.get(KEY_VARIABLE, "")
+    options = {name: value for name, value in given.items() if value not in (None, [])}
+    options["kv_events"] = dict(map(kv_events, given["kv_events"] or ()))
+    options.setdefault("api_key", os.environ.get(API_KEY_VARIABLE, ""))
+    options["admin_key"] = os.environ.get(ADMIN_KEY_VARIABLE, "")
+    options["client_key"] = os.environ.get(CLIENT_KEY_VARIABLE, "")
+    options["router_key"] = os.environ.get(KEY_VARIABLE, "")
     if path:
-        settings = SettingsFile(path, wanted)
+        settings = SettingsFile(path, options)
         return settings.current, settings
-    return RouterConfig(**wanted), None
+    return RouterConfig(**options), None
 
 
 def _run(config: RouterConfig, settings: SettingsFile | None) -> None:

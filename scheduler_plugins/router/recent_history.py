@@ -150,5 +150,5 @@ def _with(beat: Beat, moved: Moved, part: float) -> Beat:
     )
 
 
-def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
+def _sum(first: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {name: first.get(name, 0.0) + other.get(name, 0.0) for name in {**first, **other}}

@@ -34,8 +34,8 @@ async def reloading(
 def use_settings(shared: Shared, config: RouterConfig) -> None:
     """Use these settings for new requests."""
     old, shared.config = shared.config, config
-    wanted = config.route_policy, config.decode_policy
-    if (old.route_policy, old.decode_policy) != wanted:
+    policies = config.route_policy, config.decode_policy
+    if (old.route_policy, old.decode_policy) != policies:
         shared.policy = route_policy(config, shared.metrics)
 
 

@@ -130,9 +130,9 @@ class AdminServer:
             )
         except (OSError, UnicodeError) as error:
             raise cannot_listen(host, port, error, "admin-") from None
-        found: int = self._listener.sockets[0].getsockname()[1]
-        logger.info("Admin API on http://%s", authority(host, found))
-        return found
+        bound: int = self._listener.sockets[0].getsockname()[1]
+        logger.info("Admin API on http://%s", authority(host, bound))
+        return bound
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -160,7 +160,7 @@ async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> N
     ended = on_signals()
     async with RouterServer(config, settings) as server:
         say_running(config, server.port)
-        with server.app[ADMIN_AUTH].told(config, server.port):
+        with server.app[ADMIN_AUTH].published(config, server.port):
             await ended.wait()
 
 
@@ -180,19 +180,19 @@ def say_running(config: RouterConfig, port: int) -> None:
     logger.info("Running on %s://%s", scheme, authority(config.host, port))
 
 
-def _possible(wanted: int) -> int:
-    """Number of connections that the limit of open files allows, at most `wanted`."""
+def _possible(connections: int) -> int:
+    """Number of connections that the limit of open files allows, at most `connections`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted * SOCKETS_PER_CONNECTION + _OTHER_FILES
+    needed = connections * SOCKETS_PER_CONNECTION + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return connections
     possible = max(1, (soft - _OTHER_FILES) // SOCKETS_PER_CONNECTION)
     logger.warning(
         "connections %d: only %d are possible with a limit of %d open files; raise the limit (ulimit -n)",
-        wanted,
+        connections,
         possible,
         soft,
     )

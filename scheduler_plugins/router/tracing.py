@@ -151,12 +151,12 @@ class _Spans:
         self._open[name] = span = self._tracer.start_span(
             name, context=inside, kind=SpanKind.CLIENT, attributes=attributes
         )
-        found: dict[str, str] = {}
-        self._propagator.inject(found, set_span_in_context(span))
+        context: dict[str, str] = {}
+        self._propagator.inject(context, set_span_in_context(span))
         sent = CIMultiDict(headers)
-        for one in ("traceparent", "tracestate"):
-            sent.popall(one, None)
-        sent.update(found)
+        for header in ("traceparent", "tracestate"):
+            sent.popall(header, None)
+        sent.update(context)
         return sent
 
     def end(self, name: str, error: str = "") -> None:

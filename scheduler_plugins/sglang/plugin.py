@@ -2,7 +2,8 @@
 """Makes `--schedule-policy pd_scheduler` known to SGLang.
 
 SGLang calls `register` (entry point group `sglang.srt.plugins`) in each of its processes, before it
-reads its arguments. Nothing changes for an engine that does not name the policy.
+reads its arguments. Nothing changes for an engine that does not name the policy. An engine that names it with settings
+that it does not support is refused at its start, with the option's name (`check_supported`, `check_routes`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 from pd_connector.errors import ConfigError
 from scheduler_plugins.qos.settings import SETTINGS_VARIABLE, path_in
-from scheduler_plugins.sglang.support import POLICY, check_routes, check_supported
 
 logger = logging.getLogger("scheduler_plugins.sglang")
 
@@ -49,16 +49,16 @@ def register() -> None:
         HookRegistry.register(function.target, hook, HookType[kind])
 
 
-def _check(wanted: _Function) -> None:
+def _check(hooked: _Function) -> None:
     """Raises ConfigError if SGLang's function is missing or has other parameters."""
     try:
-        function = pkgutil.resolve_name(wanted.target)
+        function = pkgutil.resolve_name(hooked.target)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"this SGLang has no {wanted.target}: {error}") from error
-    found = tuple(inspect.signature(function).parameters)
-    if found[: len(wanted.parameters)] != wanted.parameters:
+        raise ConfigError(f"this SGLang has no {hooked.target}: {error}") from error
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters[: len(hooked.parameters)] != hooked.parameters:
         raise ConfigError(
-            f"{wanted.target} of this SGLang has the parameters {found}: wanted {wanted.parameters}"
+            f"{hooked.target} of this SGLang has the parameters {parameters}: wanted {hooked.parameters}"
         )
 
 
@@ -142,3 +142,54 @@ _OVERRIDDEN = (
     _Function(f"{_ADDER}._select_prefill_admission", ("self", "req")),
 )
 """Methods that our classes override."""
+
+
+POLICY = "pd_scheduler"
+"""Our name for SGLang's `--schedule-policy`."""
+
+_ALONE = {
+    "pp_size": "--pipeline-parallel-size",
+    "attn_dp_size": "--enable-dp-attention: ranks",
+    "attn_cp_size": "--attn-cp-size",
+}
+
+
+def check_supported(scheduler: Any, parallel: Any, disaggregation: Any) -> None:
+    """Raises ConfigError if SGLang has settings with which this scheduler cannot order requests.
+
+    Args:
+        scheduler: SGLang's, initialised up to its schedule policy.
+        parallel: its parallel context.
+        disaggregation: its disaggregation settings.
+    """
+    for name, option in _ALONE.items():
+        if (size := getattr(parallel, name, 1)) != 1:
+            raise ConfigError(
+                _refusal(f"{option} {size}", "its ranks do not schedule in the same step, use --tp")
+            )
+    if disaggregation.disaggregation_mode == "decode":
+        raise ConfigError(
+            _refusal("--disaggregation-mode decode", "prompts are computed on the prefill engine")
+        )
+    if scheduler.dllm_config is not None:
+        raise ConfigError(
+            _refusal("a diffusion model (--dllm-algorithm)", "it has no prefill to order")
+        )
+    if disaggregation.enable_pdmux:
+        raise ConfigError(_refusal("--enable-pdmux", "it does not take SGLang's prefill adder"))
+
+
+def check_routes(tokenizer_workers: int, *, routes: bool) -> None:
+    """Raises ConfigError if classes come from headers, but none of our code sees the headers."""
+    if routes and tokenizer_workers > 1:
+        raise ConfigError(
+            _refusal(
+                f"--tokenizer-worker-num {tokenizer_workers} with request_router.routes",
+                "SGLang loads no plug-in in such workers, so they do not know the classes; use 1, or let "
+                "clients name their class in custom_params",
+            )
+        )
+
+
+def _refusal(setting: str, why: str) -> str:
+    return f"{setting}: not supported with --schedule-policy {POLICY}; {why}"

@@ -121,7 +121,7 @@ class OrderedAdder(PrefillAdder):
         return result
 
     def _select_prefill_admission(self, req: Any, *args: Any, **how: Any) -> Any:
-        found = super()._select_prefill_admission(req, *args, **how)
-        if how.get("has_chunked_req") and getattr(found, "is_chunked", False):
+        admission = super()._select_prefill_admission(req, *args, **how)
+        if how.get("has_chunked_req") and getattr(admission, "is_chunked", False):
             return AddReqResult.OTHER  # SGLang computes one prompt at a time in chunks
-        return found
+        return admission

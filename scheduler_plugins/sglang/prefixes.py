@@ -51,7 +51,7 @@ class PrefixView:
         self.page_size = grain_tokens(page_size)
         """Tokens of a grain."""
         self._prompts: dict[str, tuple[Any, Sequence[Grain]]] = {}
-        self._known: dict[Grain, bool] = {}
+        self._cached: dict[Grain, bool] = {}
         self.looked_up: list[str] = []
         """Ids of the requests whose prompts were looked up in this step, in order.
 
@@ -60,7 +60,7 @@ class PrefixView:
 
     def begin(self) -> None:
         """Called when a step begins. Earlier answers may be outdated."""
-        self._known = {}
+        self._cached = {}
         self.looked_up = []
 
     def add(self, req: Any) -> Sequence[Grain]:
@@ -75,7 +75,11 @@ class PrefixView:
 
     def retain(self, request_ids: Container[str]) -> None:
         """Forget all requests but these."""
-        self._prompts = {one: kept for one, kept in self._prompts.items() if one in request_ids}
+        self._prompts = {
+            request_id: kept
+            for request_id, kept in self._prompts.items()
+            if request_id in request_ids
+        }
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -86,11 +90,11 @@ class PrefixView:
 
     def __contains__(self, grain: object) -> bool:
         assert isinstance(grain, Grain)
-        known = self._known.get(grain)
-        if known is None:
+        cached = self._cached.get(grain)
+        if cached is None:
             self._look_up(grain.request_id)
-            known = self._known[grain]
-        return known
+            cached = self._cached[grain]
+        return cached
 
     def _look_up(self, request_id: str) -> None:
         req, grains = self._prompts[request_id]
@@ -98,10 +102,10 @@ class PrefixView:
         match_kv_cache(req, self._tree)
         cached = req.num_matched_prefix_tokens // self.page_size
         for grain in grains[:cached]:
-            self._known[grain] = True
+            self._cached[grain] = True
         for grain in grains[cached:]:
             # Another request may be allowed to use more of the same prompt than this request.
-            self._known.setdefault(grain, False)
+            self._cached.setdefault(grain, False)
 
 
 def cut(req: Any, tokens: int) -> Sequence[Grain]:

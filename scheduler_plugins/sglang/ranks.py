@@ -57,11 +57,11 @@ class Ranks:
             return decide()
         if self.decides:
             decision = decide()
-            self._tell(msgspec.msgpack.encode(decision))
+            self._send(msgspec.msgpack.encode(decision))
             return decision
-        return msgspec.msgpack.decode(self._told(), type=Decision)
+        return msgspec.msgpack.decode(self._received(), type=Decision)
 
-    def _tell(self, text: bytes) -> None:
+    def _send(self, text: bytes) -> None:
         head = len(text).to_bytes(_SIZE_BYTES, "little") + text
         sent = torch.frombuffer(bytearray(head[:_BUFFER_BYTES]), dtype=torch.uint8)
         self._buffer[: len(sent)] = sent
@@ -70,7 +70,7 @@ class Ranks:
             rest = torch.frombuffer(bytearray(head[_BUFFER_BYTES:]), dtype=torch.uint8)
             dist.broadcast(rest, src=self._first, group=self._group)
 
-    def _told(self) -> bytes:
+    def _received(self) -> bytes:
         dist.broadcast(self._buffer, src=self._first, group=self._group)
         head: bytes = self._buffer.numpy().tobytes()
         size = int.from_bytes(head[:_SIZE_BYTES], "little")

@@ -73,14 +73,14 @@ class ClassMarker:
         if self._file is None:
             return
         self._reload(self._file)
-        found = self._file.current
-        rules = found.request_router.routes
+        settings = self._file.current
+        rules = settings.request_router.routes
         if not rules:
             return
-        qos = class_of(rules, headers) or default_class(found.scheduler.qos_classes).name
+        qos = class_of(rules, headers) or default_class(settings.scheduler.qos_classes).name
         given = request.sampling_params
         if isinstance(given, list):
-            request.sampling_params = [_marked(one, qos) for one in given]
+            request.sampling_params = [_marked(sampling, qos) for sampling in given]
         else:
             request.sampling_params = _marked(given, qos)
 

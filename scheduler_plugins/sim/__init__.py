@@ -6,8 +6,8 @@
 | `trace` | arriving requests |
 | `cache`, `prefill`, `decode`, `engine` | one engine: its prefix cache, its two stages, the whole |
 | `links`, `kv_pool` | KV between engines, and KV that all engines share |
-| `node`, `view`, `journey` | an engine and a cluster as a policy sees them, and one request's way |
-| `timeline`, `rooms`, `roles`, `cluster` | one heap of events, prompts that wait for room, roles that change, and the whole cluster |
+| `node`, `journey` | an engine and a cluster as a policy sees them, and one request's way |
+| `timeline`, `roles`, `cluster` | one heap of events, roles that change, and the whole cluster |
 | `report`, `picture`, `simulate`, `command` | the results, and the way from settings to results |
 | `mock/` | an engine with HTTP that takes its times from the same model |
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated cluster: engines, links and a policy, driven by one heap of events."""
+"""A simulated cluster: engines, links, a policy, and prompts that wait for room, driven by one heap of events."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ from scheduler_plugins.sim.engine import ARRIVAL
 from scheduler_plugins.sim.journey import Journey
 from scheduler_plugins.sim.kv_pool import KvPool
 from scheduler_plugins.sim.links import Links, Network
-from scheduler_plugins.sim.node import Node
+from scheduler_plugins.sim.node import ClusterView, Node
 from scheduler_plugins.sim.prefill import RunningPrefill
-from scheduler_plugins.sim.roles import EVERY_S, Roles
-from scheduler_plugins.sim.rooms import Rooms
+from scheduler_plugins.sim.roles import EVERY_S, Roles, Ticks
 from scheduler_plugins.sim.served import Served
-from scheduler_plugins.sim.ticks import Ticks
 from scheduler_plugins.sim.timeline import Timeline
-from scheduler_plugins.sim.view import ClusterView
 
 
 class Change(NamedTuple):
@@ -71,7 +68,7 @@ class Cluster:
         self.view = ClusterView(self.nodes, self.links, pool)
         self._policy = policy
         self._random = Random(seed)
-        self._classes = {one.name: one for one in classes}
+        self._classes = {qos_class.name: qos_class for qos_class in classes}
         self._default_class = default_class(classes)
         self._timeline = Timeline(self.links)
         self._journeys: dict[str, Journey] = {}
@@ -125,8 +122,8 @@ class Cluster:
     def join(self, node: Node, now_s: float, start_s: float = 0.0) -> None:
         """Add an engine with an empty cache, which serves after `start_s`. Its name must be new, or belong to an engine
         that died."""
-        known = self.nodes.get(node.name)
-        if known is not None and known.up:
+        present = self.nodes.get(node.name)
+        if present is not None and present.up:
             raise ValueError(f"engine {node.name}: exists already; names must be unique")
         self.nodes[node.name] = node
         self._rooms.clear(node.name)
@@ -153,7 +150,11 @@ class Cluster:
         self._timeline.schedule_links()
         if self.pool is not None:
             self.pool.drop(name)
-        lost = [one for one in self._journeys.values() if node in (one.p, one.d, one.source)]
+        lost = [
+            travelling
+            for travelling in self._journeys.values()
+            if node in (travelling.p, travelling.d, travelling.source)
+        ]
         self._rooms.clear(name)
         self._changed(now_s)
         for journey in lost:
@@ -182,11 +183,11 @@ class Cluster:
             self._decide(journey, now_s)
 
     def _arrive(self, record: Served) -> None:
-        one = record.request
-        journey = Journey.begin(record, self._classes.get(one.qos, self._default_class))
-        self._journeys[one.id] = journey
-        self.roles.arrived(journey, one.arrival_s)
-        self._decide(journey, one.arrival_s)
+        request = record.request
+        journey = Journey.begin(record, self._classes.get(request.qos, self._default_class))
+        self._journeys[request.id] = journey
+        self.roles.arrived(journey, request.arrival_s)
+        self._decide(journey, request.arrival_s)
 
     def _decide(self, journey: Journey, now_s: float) -> None:
         view = self.view
@@ -196,7 +197,7 @@ class Cluster:
             self.roles.waits(journey)
             return
         view.begin(now_s)
-        decision = self._policy.decide(journey.asked, view, now_s, self._random)
+        decision = self._policy.decide(journey.request, view, now_s, self._random)
         if isinstance(decision, Route):
             self._send(journey, decision, now_s)
         elif isinstance(decision, Reject):
@@ -217,12 +218,12 @@ class Cluster:
         record.p, record.d = route.p, route.d
         computes = p or d
         (blocks,) = self.view.match(request.block_hashes, (computes,))
-        cached = cached_tokens(journey.asked, computes, blocks)
+        cached = cached_tokens(journey.request, computes, blocks)
         d.load.decode_sent(request.id, request.tokens, request.max_tokens)
         pulled, source = 0, self._source(route)
         if source is not None:
             (blocks,) = self.view.match(request.block_hashes, (source,))
-            pulled = cached_tokens(journey.asked, source, blocks) - cached
+            pulled = cached_tokens(journey.request, source, blocks) - cached
         cost_s = computes.costs.prefill_s(request.tokens, cached + max(0, pulled))
         fresh = request.tokens - cached - max(0, pulled)
         computes.load.prefill_sent(request.id, fresh, cost_s, now_s)
@@ -251,7 +252,7 @@ class Cluster:
         pool = self.pool
         if pool is None or not hashes:
             return
-        fresh = pool.wanted(hashes, node.name)
+        fresh = pool.missing(hashes, node.name)
         if fresh:
             size = len(fresh) * node.block_tokens * self.links.network.kv_bytes_per_token
             done = partial(pool.put, hashes, fresh)
@@ -273,16 +274,16 @@ class Cluster:
         node.engine.arrive(journey.waiting, journey.record, now_s)
         self._timeline.schedule(node)
 
-    def _computed(self, node: Node, one: RunningPrefill, now_s: float) -> bool:
+    def _computed(self, node: Node, prefill: RunningPrefill, now_s: float) -> bool:
         """Called when a prompt was computed. True if another engine decodes it."""
-        journey = self._journeys[one.request.id]
-        node.load.prefill_ended(one.request.id, now_s)
-        self._put(node, one.request.block_hashes, now_s)
+        journey = self._journeys[prefill.request.id]
+        node.load.prefill_ended(prefill.request.id, now_s)
+        self._put(node, prefill.request.block_hashes, now_s)
         if journey.p is None or journey.d is None or journey.d is node:
             return False
-        network, fresh = self.links.network, one.request.tokens - journey.record.cached_tokens
-        prefill_s = node.costs.prefill_s(one.request.tokens, one.request.tokens - fresh)
-        size = int(network.exposed_bytes(one.request.tokens, prefill_s))
+        network, fresh = self.links.network, prefill.request.tokens - journey.record.cached_tokens
+        prefill_s = node.costs.prefill_s(prefill.request.tokens, prefill.request.tokens - fresh)
+        size = int(network.exposed_bytes(prefill.request.tokens, prefill_s))
         self._rooms.wait(journey, size, now_s)
         return True
 
@@ -305,3 +306,46 @@ class Cluster:
                 node.load.decode_ended(request.id)
         self._rooms.leave(journey)
         journey.go_on(left)
+
+
+class Rooms:
+    """For each decode engine, the prompts that wait for room, in order; and their transfers."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._waiting: dict[str, list[tuple[Journey, int]]] = {}
+
+    def clear(self, name: str) -> None:
+        """Nothing waits for this engine, because it is new or dead."""
+        self._waiting[name] = []
+
+    def wait(self, journey: Journey, size: int, now_s: float) -> None:
+        """A prompt of `size` bytes was computed. Its transfer begins when its decode engine has room."""
+        assert journey.d is not None
+        self._waiting[journey.d.name].append((journey, size))
+        self.give(journey.d, now_s)
+
+    def give(self, node: Node, now_s: float) -> None:
+        """Begin the transfers to an engine that has room for their KV, in the order in which they wait."""
+        waiting, engine = self._waiting[node.name], node.engine
+        while waiting and engine.has_room(waiting[0][0].waiting.tokens):
+            journey, size = waiting.pop(0)
+            engine.reserved_tokens += journey.waiting.tokens
+            journey.in_transfer = True
+            assert journey.p is not None
+            done = partial(self._received, journey, node, journey.attempt)
+            self._timeline.transfer(journey.p.name, node.name, size, now_s, done)
+
+    def leave(self, journey: Journey) -> None:
+        """A request no longer goes to its decode engine."""
+        if journey.d is not None:
+            waiting = self._waiting[journey.d.name]
+            waiting[:] = [pair for pair in waiting if pair[0] is not journey]
+            if journey.in_transfer:
+                journey.d.engine.reserved_tokens -= journey.waiting.tokens
+
+    def _received(self, journey: Journey, node: Node, attempt: int, now_s: float) -> None:
+        if journey.attempt == attempt:
+            journey.in_transfer, journey.p = False, None  # it no longer needs its prefill engine
+            node.engine.receive(journey.waiting, journey.record, now_s)
+            self._timeline.schedule(node)

@@ -99,25 +99,25 @@ def play(**options: Any) -> None:
         given.per_s = _rates(given.per_s)
         _check(given)
         scenario = _scenario(given)
-        recorded = [trace.load(one, given.limit) for one in given.trace]
+        recorded = [trace.load(path, given.limit) for path in given.trace]
         arrivals = scenario.arrivals(*recorded, per_s=given.per_s)
         names = policies(given.compare) if given.compare else [given.policy]
         runs = [(name, roles) for name in names for roles in _names(given.roles) or [""]]
-        found = list[tuple[Summary, list[Served]]]()
+        results = list[tuple[Summary, list[Served]]]()
         took_s = list[float]()
         for name, roles in runs:
             begun_s = time.perf_counter()
             with console.status(f"{name or 'its policy'} {roles}: {len(arrivals):,} requests"):
-                found.append(simulate(scenario, arrivals, name, given.decode_policy, roles))
+                results.append(simulate(scenario, arrivals, name, given.decode_policy, roles))
             took_s.append(time.perf_counter() - begun_s)
     except (PDConnectorError, ValueError) as error:
         _fail(f"not simulated: {error}")
-    summaries = [summary for summary, _ in found]
+    summaries = [summary for summary, _ in results]
     console.print(_table(summaries, took_s))
     if given.roles and scenario.level == 1:
         console.print(_LEVEL_1_MISLEADS, soft_wrap=True, highlight=False)
     try:
-        _write(given, summaries, {summary.policy: served for summary, served in found})
+        _write(given, summaries, {summary.policy: served for summary, served in results})
     except OSError as error:
         _fail(f"not written: {error}")
 
@@ -190,9 +190,9 @@ def _parameters() -> Iterator[Parameter]:
         (_NETWORK, Network, ""),
         (_POOL, PoolSettings, "pool_"),
     ):
-        known = {field.name: field.default for field in fields(owner)}
+        defaults = {field.name: field.default for field in fields(owner)}
         for name, text in texts.items():
-            value, flag = known[name], (prefix + name).replace("_", "-")
+            value, flag = defaults[name], (prefix + name).replace("_", "-")
             yield option(flag, type(value), value, text, metavar="N")
     yield option("no-overlap", bool, False, "send KV after the prefill, not during it")
     meaning = "write the results to this file; -: standard output"
@@ -204,12 +204,12 @@ def _parameters() -> Iterator[Parameter]:
 def _rates(text: str) -> list[float]:
     """Numbers with commas. Raises ValueError: the text is something else."""
     try:
-        found = [float(one) for one in text.split(",") if text]
+        rates = [float(rate) for rate in text.split(",") if text]
     except ValueError:
-        found = [0.0]
-    if not all(0 < one < float("inf") for one in found):
+        rates = [0.0]
+    if not all(0 < rate < float("inf") for rate in rates):
         raise ValueError(f"per_s {text!r}: must be numbers above 0, with commas")
-    return found
+    return rates
 
 
 def _write(
@@ -218,19 +218,24 @@ def _write(
     served: dict[str, list[Served]],
 ) -> None:
     if given.json:
-        raw = msgspec.json.format(msgspec.json.encode([asdict(one) for one in summaries])) + b"\n"
+        raw = (
+            msgspec.json.format(msgspec.json.encode([asdict(summary) for summary in summaries]))
+            + b"\n"
+        )
         if given.json == "-":
             sys.stdout.write(raw.decode())
         else:
             Path(given.json).write_bytes(raw)
     if given.svg:
         done = {
-            name: [one for one in all_ if one.end_s is not None] for name, all_ in served.items()
+            name: [request for request in all_ if request.end_s is not None]
+            for name, all_ in served.items()
         }
         panels = {
-            "time to first token": {n: [one.ttft_s for one in d] for n, d in done.items()},
+            "time to first token": {n: [request.ttft_s for request in d] for n, d in done.items()},
             "time per token": {
-                n: [one.tpot_s for one in d if one.request.max_tokens > 1] for n, d in done.items()
+                n: [request.tpot_s for request in d if request.request.max_tokens > 1]
+                for n, d in done.items()
             },
         }
         given.svg.write_text(svg(panels))
@@ -244,17 +249,17 @@ def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
-    for one, seconds in zip(summaries, took_s, strict=True):
+    for summary, seconds in zip(summaries, took_s, strict=True):
         table.add_row(
-            one.policy,
-            *(f"{one.ttft_s[key]:.3f}" for key in ("mean", "p50", "p99")),
-            *(f"{one.tpot_s[key] * 1e3:.1f}" for key in ("mean", "p99")),
-            f"{one.hit:.3f}",
-            f"{one.goodput_per_s:.2f}",
-            f"{one.attained * one.served / one.requests:.3f}",
-            *(_busy(one, letter) for letter in ("p", "d")),
-            str(len(one.moves)),
-            str(sum(one.rejected.values())),
+            summary.policy,
+            *(f"{summary.ttft_s[key]:.3f}" for key in ("mean", "p50", "p99")),
+            *(f"{summary.tpot_s[key] * 1e3:.1f}" for key in ("mean", "p99")),
+            f"{summary.hit:.3f}",
+            f"{summary.goodput_per_s:.2f}",
+            f"{summary.attained * summary.served / summary.requests:.3f}",
+            *(_busy(summary, letter) for letter in ("p", "d")),
+            str(len(summary.moves)),
+            str(sum(summary.rejected.values())),
             f"{seconds:.2f}",
         )
     return table

@@ -180,7 +180,7 @@ class SimulatedEngine:
         if not chunks:
             self._blocked = not self._apart
             return
-        load = StepLoad.of([(one.first, one.stop) for one in chunks])
+        load = StepLoad.of([(chunk.first, chunk.stop) for chunk in chunks])
         if not self._apart and self.decode.batch:
             load = load._replace(batch=self.decode.batch, context=self.decode.context)
         self._step = now_s + self.truth.step_s(load)
@@ -195,18 +195,18 @@ class SimulatedEngine:
         self.prefill.cache.computed(now_s)
         if self._load is not None and self._load.batch:
             self._decoded(self.decode.mixed_step(now_s))
-        for one in self.prefill.take_ended():
-            if one.record.prefilled_s is None:
-                one.record.prefilled_s = now_s
-            if not self.hand_over(one, now_s):
-                self._finish(one, now_s)
+        for prefill in self.prefill.take_ended():
+            if prefill.record.prefilled_s is None:
+                prefill.record.prefilled_s = now_s
+            if not self.hand_over(prefill, now_s):
+                self._finish(prefill, now_s)
         for request, record in self._joining:
             self._join(request, record, now_s)
         self._joining = []
 
-    def _finish(self, one: RunningPrefill, now_s: float) -> None:
+    def _finish(self, prefill: RunningPrefill, now_s: float) -> None:
         """Called when a prompt was computed and has its first token."""
-        record, request = one.record, one.request
+        record, request = prefill.record, prefill.request
         if record.first_token_s is None:
             record.first_token_s = now_s
             self.on_first_token(record)
@@ -240,10 +240,10 @@ class SimulatedEngine:
         if ended:
             self._ended(ended)
         if stage.preempted:
-            for one in stage.preempted:
-                record, request = self._decoding.pop(one.request_id)
+            for sequence in stage.preempted:
+                record, request = self._decoding.pop(sequence.request_id)
                 record.preemptions += 1
-                again = replace(request, tokens=one.tokens, max_tokens=one.more)
+                again = replace(request, tokens=sequence.tokens, max_tokens=sequence.more)
                 self.prefill.put_first(again, record)
             stage.preempted = []
 
@@ -258,7 +258,7 @@ class SimulatedEngine:
             self.on_end(record)
 
     def _may_start(self, request: Waiting) -> bool:
-        running = sum(one.request.tokens for one in self.prefill.running)
+        running = sum(prefill.request.tokens for prefill in self.prefill.running)
         return self.has_room(request.tokens + running) or not (running or self.decode.batch)
 
 
@@ -266,7 +266,7 @@ def _everything(request: Waiting, busy_s: float) -> bool:
     return True
 
 
-def _keep(one: RunningPrefill, now_s: float) -> bool:
+def _keep(prefill: RunningPrefill, now_s: float) -> bool:
     return False
 
 

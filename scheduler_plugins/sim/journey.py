@@ -17,7 +17,7 @@ class Journey:
     """A request that has not ended, with its place."""
 
     record: Served
-    asked: Request
+    request: Request
     waiting: Waiting  # the request for engines: after a death its prompt is longer, and fewer tokens remain
     p: Node | None = None  # until the decode engine has the KV
     d: Node | None = None
@@ -28,19 +28,19 @@ class Journey:
     @classmethod
     def begin(cls, record: Served, qos: QosClass) -> Journey:
         """Make the journey of an arriving request of this class."""
-        one = record.request
-        asked = Request(
-            one.id,
-            one.tokens,
-            one.block_hashes,
-            one.max_tokens,
-            one.arrival_s,
-            one.qos,
+        arrived = record.request
+        request = Request(
+            arrived.id,
+            arrived.tokens,
+            arrived.block_hashes,
+            arrived.max_tokens,
+            arrived.arrival_s,
+            arrived.qos,
             interactive=qos.interactive,
             ttft_slo_s=qos.slo.ttft_s,
             tpot_slo_s=qos.slo.tpot_s,
         )
-        return cls(record, asked, one)
+        return cls(record, request, arrived)
 
     def go_on(self, left: int) -> None:
         """Start again after the engine died with `left` tokens to come. Generated tokens become part of the prompt. 0:
@@ -49,4 +49,4 @@ class Journey:
         if 0 < left < self.waiting.max_tokens:
             tokens = self.waiting.tokens + self.waiting.max_tokens - left
             self.waiting = replace(self.waiting, tokens=tokens, max_tokens=left)
-            self.asked = self.asked._replace(tokens=tokens, max_tokens=left)
+            self.request = self.request._replace(tokens=tokens, max_tokens=left)

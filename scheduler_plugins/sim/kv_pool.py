@@ -53,20 +53,20 @@ class KvPool:
         """The number of leading blocks in the pool."""
         return self._cache.seen(hashes, now_s)
 
-    def wanted(self, hashes: Sequence[BlockHash], engine: str) -> Sequence[BlockHash]:
+    def missing(self, hashes: Sequence[BlockHash], engine: str) -> Sequence[BlockHash]:
         """The blocks of a prompt that an engine should put, because they are neither here nor on their way. They count
         as on their way from now on."""
         held, room = self._cache.hashes, hashes[: self.settings.blocks]
-        fresh = [one for one in room if one not in held and one not in self.coming]
+        fresh = [block for block in room if block not in held and block not in self.coming]
         self.coming.update(dict.fromkeys(fresh, engine))
         return fresh
 
     def put(self, hashes: Sequence[BlockHash], fresh: Sequence[BlockHash], now_s: float) -> None:
         """Add the `fresh` blocks of a prompt that have come."""
-        for one in fresh:
-            self.coming.pop(one, None)
+        for block in fresh:
+            self.coming.pop(block, None)
         held, new = self._cache.hashes, set(fresh)
-        self._cache.arrived([one for one in hashes if one in held or one in new], now_s)
+        self._cache.arrived([block for block in hashes if block in held or block in new], now_s)
 
     def got(self, hashes: Sequence[BlockHash], now_s: float) -> None:
         """Note that an engine has got these blocks from the pool, so they are recently used."""

@@ -84,22 +84,22 @@ class Links:
     def advance(self, now_s: float) -> None:
         """End the transfers whose last byte has left at `now_s`, which is `next_event_s`."""
         self._pass(now_s)
-        ended = [one for one in self._flows if one.ended(now_s)]
-        self._flows = [one for one in self._flows if not one.ended(now_s)]
+        ended = [flow for flow in self._flows if flow.ended(now_s)]
+        self._flows = [flow for flow in self._flows if not flow.ended(now_s)]
         self._share()
-        for one in ended:
-            one.done(now_s)
+        for flow in ended:
+            flow.done(now_s)
 
     def drop(self, engine: str) -> None:
         """Drop the transfers of an engine that died."""
-        self._flows = [one for one in self._flows if engine not in (one.source, one.target)]
+        self._flows = [flow for flow in self._flows if engine not in (flow.source, flow.target)]
         self._share()
 
     def estimate_s(self, source: str, target: str, tokens: int) -> float:
         """Time to move the KV of `tokens` tokens if the running transfers stay."""
         sharing = 1 + max(
-            sum(one.source == source for one in self._flows),
-            sum(one.target == target for one in self._flows),
+            sum(flow.source == source for flow in self._flows),
+            sum(flow.target == target for flow in self._flows),
         )
         network = self.network
         size = tokens * network.kv_bytes_per_token
@@ -110,8 +110,8 @@ class Links:
 
     def _pass(self, now_s: float) -> None:
         elapsed_s = now_s - self._now_s
-        for one in self._flows:
-            one.left -= one.rate * elapsed_s
+        for flow in self._flows:
+            flow.left -= flow.rate * elapsed_s
         self._now_s = now_s
 
     def _share(self) -> None:
@@ -122,15 +122,15 @@ class Links:
         elif flows:
             _share_fairly(flows, self._rate)
         self.next_event_s = min(
-            (self._now_s + max(0.0, one.left) / one.rate for one in flows), default=inf
+            (self._now_s + max(0.0, flow.left) / flow.rate for flow in flows), default=inf
         )
 
 
 def _share_fairly(flows: list[_Flow], rate_of: Callable[[str], float]) -> None:
     links: dict[tuple[str, bool], list[_Flow]] = {}
-    for one in flows:
-        links.setdefault((one.source, True), []).append(one)
-        links.setdefault((one.target, False), []).append(one)
+    for flow in flows:
+        links.setdefault((flow.source, True), []).append(flow)
+        links.setdefault((flow.target, False), []).append(flow)
     room = {link: rate_of(link[0]) for link in links}
     waiting = set(flows)
     while waiting:
@@ -138,9 +138,9 @@ def _share_fairly(flows: list[_Flow], rate_of: Callable[[str], float]) -> None:
             ((room[link] / len(using), link) for link, using in links.items() if using),
             key=lambda pair: pair[0],
         )
-        for one in list(links[tightest]):
-            one.rate = share
-            waiting.discard(one)
-            for link in ((one.source, True), (one.target, False)):
-                links[link].remove(one)
+        for flow in list(links[tightest]):
+            flow.rate = share
+            waiting.discard(flow)
+            for link in ((flow.source, True), (flow.target, False)):
+                links[link].remove(flow)
                 room[link] -= share

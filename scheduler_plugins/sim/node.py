@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of a simulated cluster, as policies see it."""
+"""An engine of a simulated cluster, and the cluster, as policies see them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -11,9 +12,11 @@ from scheduler_plugins.order.registry import create
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
-from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.engine import SimulatedEngine
+from scheduler_plugins.sim.kv_pool import KvPool
+from scheduler_plugins.sim.links import Links
 
 
 @dataclass(frozen=True)
@@ -95,3 +98,61 @@ class Node(Loaded):
     def busy_s(self) -> float:
         """Time that it spent computing."""
         return self.prefilling_s + self.decoding_s
+
+
+class ClusterView:
+    """`View` of a cluster: the counts that a live router would have, and caches with the delay of their events."""
+
+    def __init__(self, nodes: dict[str, Node], links: Links, pool: KvPool | None = None) -> None:
+        self._nodes = nodes
+        self._pools = () if pool is None else (pool,)
+        self._links = links
+        self._now_s = 0.0
+        self._by_role: dict[Role, Sequence[Node]] = {}
+        self._matched: dict[str, int] = {}
+        self.update()
+
+    def update(self) -> None:
+        """Called after engines came, went, or changed their role."""
+        able = [node for node in self._nodes.values() if node.up and not node.draining]
+
+        def having(*roles: Role) -> list[Node]:
+            return [node for node in able if node.role in roles]
+
+        prefill = having(Role.PREFILL, Role.BOTH, Role.WHOLE)
+        decode = having(Role.DECODE, Role.BOTH, Role.WHOLE)
+        if not decode:
+            # As in the live router: without decode engines, the others serve alone.
+            prefill, decode = [], prefill
+        self._by_role = {
+            Role.PREFILL: prefill,
+            Role.DECODE: decode,
+            Role.CPU_PREFILL: having(Role.CPU_PREFILL),
+        }
+
+    def engines(self, role: Role) -> Sequence[Node]:
+        return self._by_role[role]
+
+    def begin(self, now_s: float) -> None:
+        """Set the time of the next decision, on which cached blocks depend."""
+        self._now_s = now_s
+        self._matched = {}
+
+    def pools(self) -> Sequence[KvPool]:
+        return self._pools
+
+    def match(self, hashes: Sequence[BlockHash], engines: Iterable[PrefixSource]) -> list[int]:
+        """See `View.match`. Within a decision all calls are for the same prompt."""
+        matched, nodes, now_s, counts = self._matched, self._nodes, self._now_s, []
+        for source in engines:
+            name = source.name
+            count = matched.get(name)
+            if count is None:
+                cache = source if isinstance(source, KvPool) else nodes[name].cache
+                count = matched[name] = cache.seen(hashes, now_s)
+            counts.append(count)
+        return counts
+
+    def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
+        own_s = source.settings.latency_s if isinstance(source, KvPool) else 0.0
+        return own_s + self._links.estimate_s(source.name, target.name, tokens)

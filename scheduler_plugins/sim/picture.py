@@ -39,8 +39,11 @@ def svg(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 
 def _panel(title: str, times: Mapping[str, Sequence[float]], n: int) -> str:
     left, bottom = _LEFT + n * (_WIDTH + _GAP), _TOP + _HEIGHT
-    shown = {name: sorted(max(1e-4, one) for one in given) for name, given in times.items()}
-    every = [one for given in shown.values() for one in (given[:1] + given[-1:])] or [1e-3, 1.0]
+    shown = {name: sorted(max(1e-4, seconds) for seconds in given) for name, given in times.items()}
+    every = [seconds for given in shown.values() for seconds in (given[:1] + given[-1:])] or [
+        1e-3,
+        1.0,
+    ]
     low, high = floor(log10(min(every))), ceil(log10(max(every)))
     high = max(high, low + 1)
     parts = [

@@ -91,42 +91,44 @@ class PrefillStage:
         request, _ = self._prompts.pop(request_id, (None, None))
         if request is not None:
             self.queue.remove(request_id)
-            self.running = [one for one in self.running if one.request.id != request_id]
+            self.running = [prefill for prefill in self.running if prefill.request.id != request_id]
         return request
 
     def left_s(self) -> float:
         """Remaining time of the running prefills after the last scheduled step."""
         return sum(
-            self._truth.prefill_s(one.request.tokens, one.done) for one in self.running if one.left
+            self._truth.prefill_s(prefill.request.tokens, prefill.done)
+            for prefill in self.running
+            if prefill.left
         )
 
     def take_ended(self) -> list[RunningPrefill]:
         """The prefills that have ended with the last step."""
-        ended = [one for one in self.running if not one.left]
+        ended = [prefill for prefill in self.running if not prefill.left]
         if ended:
-            self.running = [one for one in self.running if one.left]
-            for one in ended:
-                del self._prompts[one.request.id]
+            self.running = [prefill for prefill in self.running if prefill.left]
+            for prefill in ended:
+                del self._prompts[prefill.request.id]
         return ended
 
     def next_step(self, now_s: float) -> list[PrefillChunk]:
         """The parts that the next step computes; empty if there are none. `store` stores their blocks."""
         queue, running = self.queue, self.running
         own_batch = queue.policy.wants_own_batch if queue.policy.splits_batches else None
-        queue.begin_scan(prefilling=[one.request.id for one in running])
+        queue.begin_scan(prefilling=[active.request.id for active in running])
         if running:
             self._give_way()
-        if own_batch and any(own_batch(one.request) for one in running):
-            queue.begin_scan(full=True, prefilling=[one.request.id for one in running])
+        if own_batch and any(own_batch(active.request) for active in running):
+            queue.begin_scan(full=True, prefilling=[active.request.id for active in running])
         chunks = list[PrefillChunk]()
         budget = self._truth.chunk_tokens
         if budget:
-            own = step_tokens(queue, budget, (one.request.qos for one in running))
+            own = step_tokens(queue, budget, (active.request.qos for active in running))
             budget = max(1, min(own, budget - self.decoding()))
         if running:
             before = self._before(budget)
-            for one in running:
-                budget -= self._compute(one, budget - before, chunks)
+            for active in running:
+                budget -= self._compute(active, budget - before, chunks)
         while (budget > 0 or not chunks) and (prefill := self._start(now_s)):
             running.append(prefill)
             budget -= self._compute(prefill, budget, chunks)
@@ -135,17 +137,17 @@ class PrefillStage:
     def _before(self, budget: int) -> int:
         """Tokens of the step reserved for requests that overtake the running prefills. At least one prefill must
         run."""
-        first = min(self.running, key=lambda one: one.left)
+        first = min(self.running, key=lambda prefill: prefill.left)
         return tokens_before(self.queue, first.request, first.done, budget)
 
-    def _compute(self, one: RunningPrefill, budget: int, chunks: list[PrefillChunk]) -> int:
+    def _compute(self, prefill: RunningPrefill, budget: int, chunks: list[PrefillChunk]) -> int:
         """Put the part of a prefill that fits into the step. Returns its tokens."""
-        tokens = min(one.left, budget) if self._truth.chunk_tokens else one.left
+        tokens = min(prefill.left, budget) if self._truth.chunk_tokens else prefill.left
         if tokens <= 0:
             return 0
-        chunks.append(PrefillChunk(one.record, one.done, one.done + tokens))
-        one.done += tokens
-        self.cache.store(one.request.block_hashes[: one.done // self._page_size])
+        chunks.append(PrefillChunk(prefill.record, prefill.done, prefill.done + tokens))
+        prefill.done += tokens
+        self.cache.store(prefill.request.block_hashes[: prefill.done // self._page_size])
         return tokens
 
     def _start(self, now_s: float) -> RunningPrefill | None:
@@ -168,10 +170,10 @@ class PrefillStage:
         head = self.queue.head
         if head is None:
             return
-        for one in reversed(self.running):
-            if self.queue.fair_share.should_yield(one.request.qos, head.class_name):
-                self.running.remove(one)
-                self.queue.prepend(one.request)
+        for prefill in reversed(self.running):
+            if self.queue.fair_share.should_yield(prefill.request.qos, head.class_name):
+                self.running.remove(prefill)
+                self.queue.prepend(prefill.request)
                 return
 
 

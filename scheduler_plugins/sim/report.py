@@ -58,28 +58,30 @@ def summarize(
     moves: Sequence[RoleMove] = (),
 ) -> Summary:
     """Sum up a run of `Cluster`. `served` has at least one request."""
-    done = [one for one in served if one.end_s is not None]
+    done = [request for request in served if request.end_s is not None]
     begun_s = served[0].request.arrival_s
-    ended_s = max((one.end_s or 0.0 for one in done), default=begun_s)
+    ended_s = max((request.end_s or 0.0 for request in done), default=begun_s)
     duration_s = max(ended_s - begun_s, 1e-9)
-    kept = sum(one.ttft_s <= ttft_slo_s and one.tpot_s <= tpot_slo_s for one in done)
+    kept = sum(request.ttft_s <= ttft_slo_s and request.tpot_s <= tpot_slo_s for request in done)
     arriving_s = served[-1].request.arrival_s - begun_s or duration_s
-    tokens = sum(one.request.tokens for one in done)
+    tokens = sum(request.request.tokens for request in done)
     return Summary(
         policy=policy,
         requests=len(served),
         served=len(done),
-        rejected=dict(sorted(Counter(one.rejected for one in served if one.rejected).items())),
-        restarts=sum(one.restarts for one in served),
-        preemptions=sum(one.preemptions for one in served),
+        rejected=dict(
+            sorted(Counter(request.rejected for request in served if request.rejected).items())
+        ),
+        restarts=sum(request.restarts for request in served),
+        preemptions=sum(request.preemptions for request in served),
         duration_s=duration_s,
-        ttft_s=spread([one.ttft_s for one in done]),
-        tpot_s=spread([one.tpot_s for one in done if one.request.max_tokens > 1]),
-        hit=sum(one.cached_tokens for one in done) / max(1, tokens),
-        pulled=sum(one.pulled_tokens for one in done) / max(1, tokens),
+        ttft_s=spread([request.ttft_s for request in done]),
+        tpot_s=spread([request.tpot_s for request in done if request.request.max_tokens > 1]),
+        hit=sum(request.cached_tokens for request in done) / max(1, tokens),
+        pulled=sum(request.pulled_tokens for request in done) / max(1, tokens),
         goodput_per_s=kept / arriving_s,
         attained=kept / max(1, len(done)),
-        utilisation={one.name: one.busy_s / duration_s for one in nodes},
+        utilisation={node.name: node.busy_s / duration_s for node in nodes},
         moved_bytes=moved_bytes,
         moves=moves,
     )
@@ -91,7 +93,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
     if not ordered:
         return dict.fromkeys(("mean", *(f"p{n}" for n in PERCENTILES)), 0.0)
-    found = {"mean": sum(ordered) / len(ordered)}
+    numbers = {"mean": sum(ordered) / len(ordered)}
     for n in PERCENTILES:
-        found[f"p{n}"] = ordered[max(0, ceil(len(ordered) * n / 100) - 1)]
-    return found
+        numbers[f"p{n}"] = ordered[max(0, ceil(len(ordered) * n / 100) - 1)]
+    return numbers

@@ -147,9 +147,11 @@ class Scenario:
         slow = replace(settings, truth=self._at_level(self.cpu_costs))
         unlike = [
             replace(
-                settings, truth=self._at_level(one.costs), cache_blocks=self.cache_blocks * one.gpus
+                settings,
+                truth=self._at_level(engine.costs),
+                cache_blocks=self.cache_blocks * engine.gpus,
             )
-            for one in self.unlike
+            for engine in self.unlike
         ]
         prefill = [*unlike, *[settings] * (self.prefill - len(unlike))]
         counts = (
@@ -180,18 +182,18 @@ class Scenario:
         `per_s`: mean requests a second of each trace, before the speed counts; empty: as recorded.
         """
         moved = [
-            at_rate(one, per_s[n], self.seed) if per_s else jittered(one, self.seed)
-            for n, one in enumerate(traces)
+            at_rate(trace, per_s[n], self.seed) if per_s else jittered(trace, self.seed)
+            for n, trace in enumerate(traces)
         ]
         joined = moved[0] if len(moved) == 1 else one_after_another(moved)
         begun_s, random = joined[0].arrival_s, Random(self.seed)
         return [
             replace(
-                one,
-                arrival_s=(one.arrival_s - begun_s) / self.speed,
+                request,
+                arrival_s=(request.arrival_s - begun_s) / self.speed,
                 qos=BACKGROUND if random.random() < self.background else ONLY_CLASS,
             )
-            for one in joined
+            for request in joined
         ]
 
     @property
@@ -234,28 +236,34 @@ def simulate(
     """
     controller = RoleController(create_roles(roles)) if roles else None
     belongs = controller.policy.route if controller is not None else ""
-    name = told = policy or belongs or DEFAULT
-    if told == CONDUCTOR_GLOBAL:
+    name = shown = policy or belongs or DEFAULT
+    if shown == CONDUCTOR_GLOBAL:
         name, scenario = "conductor", replace(scenario, pull_prefix=True)
     cluster = scenario.cluster(name, decode_policy)
     served = cluster.run(arrivals, controller=controller)
     summary = summarize(
-        f"{roles}, {told}" if roles else told,
+        f"{roles}, {shown}" if roles else shown,
         served,
         cluster.nodes.values(),
         ttft_slo_s=scenario.ttft_slo_s,
         tpot_slo_s=scenario.tpot_slo_s,
         moved_bytes=cluster.links.moved_bytes,
         moves=[
-            RoleMove(round(one.at_s, 3), one.move.engine, one.before, one.move.role, one.move.cause)
-            for one in cluster.roles.moved
+            RoleMove(
+                round(moved.at_s, 3),
+                moved.move.engine,
+                moved.before,
+                moved.move.role,
+                moved.move.cause,
+            )
+            for moved in cluster.roles.moved
         ],
     )
     return summary, served
 
 
-def policies(asked: str) -> list[str]:
+def policies(text: str) -> list[str]:
     """The policies that `--compare` names: a list with commas, or `all`."""
-    if asked != "all":
-        return [name.strip() for name in asked.split(",") if name.strip()]
+    if text != "all":
+        return [name.strip() for name in text.split(",") if name.strip()]
     return [*PREFILL, *BOTH_SIDES, CONDUCTOR_GLOBAL, *added_names()]

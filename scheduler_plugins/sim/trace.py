@@ -99,14 +99,14 @@ def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
                     )
                 )
     except (KeyError, TypeError, ValueError) as error:
-        wanted = "TIMESTAMP,ContextTokens,GeneratedTokens"
-        raise TraceError(f"{path}, line {n}: {error!r}; wanted are {wanted}") from None
+        columns = "TIMESTAMP,ContextTokens,GeneratedTokens"
+        raise TraceError(f"{path}, line {n}: {error!r}; wanted are {columns}") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
     if not requests:
         raise TraceError(f"{path}: is empty; a trace has one request a line")
     begun_s = min(request.arrival_s for request in requests)
-    shifted = [replace(one, arrival_s=one.arrival_s - begun_s) for one in requests]
+    shifted = [replace(each, arrival_s=each.arrival_s - begun_s) for each in requests]
     return sorted(shifted, key=lambda request: request.arrival_s)
 
 
@@ -120,10 +120,10 @@ def jittered(requests: Sequence[Waiting], seed: int) -> list[Waiting]:
     times = sorted({request.arrival_s for request in requests})
     following = dict(zip(times, [*times[1:], times[-1]], strict=True))
     moved = [
-        replace(one, arrival_s=random.uniform(one.arrival_s, following[one.arrival_s]))
-        for one in requests
+        replace(each, arrival_s=random.uniform(each.arrival_s, following[each.arrival_s]))
+        for each in requests
     ]
-    return sorted(moved, key=lambda one: one.arrival_s)
+    return sorted(moved, key=lambda each: each.arrival_s)
 
 
 def at_rate(requests: Sequence[Waiting], per_s: float, seed: int) -> list[Waiting]:
@@ -131,7 +131,7 @@ def at_rate(requests: Sequence[Waiting], per_s: float, seed: int) -> list[Waitin
     moved = jittered(requests, seed)
     begun_s = moved[0].arrival_s
     scale = len(requests) / per_s / max(moved[-1].arrival_s - begun_s, 1e-9)
-    return [replace(one, arrival_s=(one.arrival_s - begun_s) * scale) for one in moved]
+    return [replace(request, arrival_s=(request.arrival_s - begun_s) * scale) for request in moved]
 
 
 def one_after_another(traces: Sequence[Sequence[Waiting]]) -> list[Waiting]:
@@ -144,12 +144,12 @@ def one_after_another(traces: Sequence[Sequence[Waiting]]) -> list[Waiting]:
         first_s = requests[0].arrival_s
         joined += [
             replace(
-                one,
-                id=f"{n}/{one.id}",
-                arrival_s=one.arrival_s - first_s + begins_s,
-                block_hashes=[(n, block) for block in one.block_hashes],
+                request,
+                id=f"{n}/{request.id}",
+                arrival_s=request.arrival_s - first_s + begins_s,
+                block_hashes=[(n, block) for block in request.block_hashes],
             )
-            for one in requests
+            for request in requests
         ]
         begins_s = joined[-1].arrival_s
     return joined

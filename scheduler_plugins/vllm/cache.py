@@ -76,8 +76,16 @@ class CacheView:
     def __init__(self, manager: KVCacheManager) -> None:
         """Watch a manager's pool from now on. The pool must be empty."""
         managers = manager.coordinator.single_type_managers
-        cacheable = [one for one in managers if one.kv_cache_spec.prefix_cacheable]
-        whole = [one for one in cacheable if isinstance(one.kv_cache_spec, FullAttentionSpec)]
+        cacheable = [
+            single_manager
+            for single_manager in managers
+            if single_manager.kv_cache_spec.prefix_cacheable
+        ]
+        whole = [
+            single_manager
+            for single_manager in cacheable
+            if isinstance(single_manager.kv_cache_spec, FullAttentionSpec)
+        ]
         counted = next(iter(whole or cacheable), None)
         self.enabled = manager.enable_caching and counted is not None
         self.page_size = counted.block_size if counted else manager.block_pool.hash_block_size

@@ -42,16 +42,16 @@ class SuffixDiscard:
     to note the last block found. Time is counted in stored blocks (`CacheView.stored_blocks`).
     """
 
-    def __init__(self, cache: CacheView, wanted: Callable[[BlockHash], bool]) -> None:
-        """`wanted`: whether a waiting request's cached prefix ends with a block."""
+    def __init__(self, cache: CacheView, ends_prefix: Callable[[BlockHash], bool]) -> None:
+        """`ends_prefix`: whether a waiting request's cached prefix ends with a block."""
         self._cache = cache
         self._pool = cache.pool
-        self._wanted = wanted
+        self._ends_prefix = ends_prefix
         self._blocks: int = cache.pool.num_gpu_blocks
         self._bonus = self._blocks
         self._evicted: dict[BlockHashWithGroupId, bool] = {}
         """For each recently evicted block, whether it was spare; oldest first."""
-        self._found: dict[int, BlockHashWithGroupId] = {}
+        self._last_hits: dict[int, BlockHashWithGroupId] = {}
         self._used: dict[int, int] = {}
         """The time when a request that held the block ended, by number of the block."""
         self._freed: list[tuple[Sequence[KVCacheBlock], Sequence[BlockHash], int]] = []
@@ -62,7 +62,7 @@ class SuffixDiscard:
         """Spare blocks by number, with their content and the time since when; oldest first."""
         self._ready = 0  # least number of blocks at the front of the free queue that are in order
 
-    def found(
+    def started(
         self,
         blocks: Sequence[KVCacheBlock],
         count: int,
@@ -81,7 +81,7 @@ class SuffixDiscard:
         key = last.block_hash if last else None
         if last is None or key is None:
             return
-        self._found[last.block_id] = key
+        self._last_hits[last.block_id] = key
         for n in range(count - 1, -1, -1):
             if self._spare.pop(blocks[n].block_id, None) is None:
                 break
@@ -89,8 +89,8 @@ class SuffixDiscard:
 
     def evicted(self, key: BlockHashWithGroupId, block_id: int) -> None:
         """Note that a block is no longer cached."""
-        known = self._spare.get(block_id)
-        self._evicted[key] = known is not None and known[0] == key
+        spare = self._spare.get(block_id)
+        self._evicted[key] = spare is not None and spare[0] == key
 
     def ended(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash]) -> None:
         """Note that a request has ended. vLLM frees its blocks now, or when the running step has ended.
@@ -125,11 +125,11 @@ class SuffixDiscard:
         self._sort_out()
         queue = self._pool.free_block_queue
         count = min(_AHEAD * blocks, queue.num_free_blocks)
-        wanted = list(islice(self._in_order(), count))
-        if wanted != list(islice(self._as_they_lie(), count)):
-            for block in wanted:
+        front = list(islice(self._in_order(), count))
+        if front != list(islice(self._as_they_lie(), count)):
+            for block in front:
                 queue.remove(block)
-            queue.prepend_n(wanted)
+            queue.prepend_n(front)
         self._ready = count
 
     def _learn(self, missing: Iterable[BlockHashWithGroupId]) -> None:
@@ -189,8 +189,8 @@ class SuffixDiscard:
                     continue  # was never cached, or holds other KV by now
                 if (
                     block.ref_cnt > 1
-                    or self._found.get(block.block_id) == key
-                    or self._wanted(hashed)
+                    or self._last_hits.get(block.block_id) == key
+                    or self._ends_prefix(hashed)
                 ):
                     break
                 self._spare.pop(block.block_id, None)

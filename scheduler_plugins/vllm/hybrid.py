@@ -94,17 +94,17 @@ def install(model: nn.Module, chunk_tokens: int) -> int:
     Raises:
         HybridError: the model has no MLP.
     """
-    found = list(mlps(model))
-    if not found:
+    modules = list(mlps(model))
+    if not modules:
         raise HybridError(
             f"{VARIABLE} is set, and {type(model).__name__} has no MLP that could be recognised "
             "(one projection up, one back down, no attention between): unset it"
         )
-    for module in found:
+    for module in modules:
         if not hasattr(module.forward, _WRAPPED):
             # A module's own attribute takes precedence over its class's method.
             module.forward = _in_chunks(module.forward, chunk_tokens)
-    return len(found)
+    return len(modules)
 
 
 def mlps(model: nn.Module) -> Iterator[nn.Module]:
@@ -146,9 +146,10 @@ def _mixes_rows(module: nn.Module) -> bool:
 def _takes_one(forward: Callable[..., Any]) -> bool:
     parameters = inspect.signature(forward).parameters.values()
     needed = [
-        one
-        for one in parameters
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     return len(needed) == 1
 

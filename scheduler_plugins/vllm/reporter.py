@@ -43,16 +43,16 @@ class Reporter:
 
     def use(self, classes: Sequence[QosClass]) -> None:
         """Use these classes and this policy from now on."""
-        by_name = {one.name: one for one in classes}
+        by_name = {qos_class.name: qos_class for qos_class in classes}
         self._predictor = Predictor(classes=by_name, by_cost=self._queue.policy.by_cost)
 
     def arrived(self, request: Waiting, running: Sequence[Request]) -> None:
         """Note the predicted time to first token of a new request that is not in the queue yet."""
         now_s = time.time()
         qos = self._queue.fair_share.class_of(request.qos)
-        known = self._queue.estimator.known_tokens(request)
+        ready = self._queue.estimator.known_tokens(request)
         report = self._report(running, now_s)
-        expected = self._predictor.predict(report, qos, request.tokens, known)
+        expected = self._predictor.predict(report, qos, request.tokens, ready)
         waited_s = max(0.0, now_s - request.arrival_s)
         self.ledger.arrived(request.id, qos, request.arrival_s, waited_s + expected.ttft_s)
 

@@ -60,7 +60,7 @@ def tokens_left(request: Request) -> int:
 
 def is_loaded(request: Request) -> bool:
     """Whether another engine sends the prompt's KV, and the transfer has not been tried yet."""
-    return _is_asked(request, "do_remote_prefill") and request.num_preemptions == 0
+    return _has_param(request, "do_remote_prefill") and request.num_preemptions == 0
 
 
 def is_prefill_only(request: Request) -> bool:
@@ -69,10 +69,10 @@ def is_prefill_only(request: Request) -> bool:
     A prompt that is prefilled for another engine also generates one token here. But its conversation goes on, and the
     next prompt begins with this prompt.
     """
-    return request.max_tokens == 1 and not _is_asked(request, "do_remote_decode")
+    return request.max_tokens == 1 and not _has_param(request, "do_remote_decode")
 
 
-def _is_asked(request: Request, name: str) -> bool:
+def _has_param(request: Request, name: str) -> bool:
     """Whether this key of the request's transfer parameters is true. Clients can write anything into them
     (`vllm_xargs`)."""
     params = request.kv_transfer_params
@@ -87,7 +87,7 @@ class OrderedRequests(RequestQueue):
         self._cache = cache
         self._requests: dict[str, Request] = {}
         self._scanning = False
-        self._asked: str | None = None
+        self._peeked: str | None = None
         self._popped: Request | None = None
         self._taken: dict[str, Waiting] = {}
         self._scans = 0
@@ -113,9 +113,9 @@ class OrderedRequests(RequestQueue):
         """
         if self._popped:
             self._settle(self._popped)
-        if self._asked is not None and not has_room(self._requests[self._asked]):
-            self._queue.turned_back.add(self._asked)
-        self._asked = None
+        if self._peeked is not None and not has_room(self._requests[self._peeked]):
+            self._queue.turned_back.add(self._peeked)
+        self._peeked = None
         self._scanning = False
 
     def head(self) -> Request | None:
@@ -159,7 +159,7 @@ class OrderedRequests(RequestQueue):
         request = self.head()
         if request is None:
             raise IndexError("peek from a queue that has no request to start")
-        self._asked = request.request_id
+        self._peeked = request.request_id
         return request
 
     def pop_request(self) -> Request:
@@ -168,7 +168,7 @@ class OrderedRequests(RequestQueue):
         taken = self._queue.pop()
         request = self._requests.pop(taken.id)
         self._taken[taken.id] = taken
-        self._asked, self._popped = None, request
+        self._peeked, self._popped = None, request
         return request
 
     def prepend_request(self, request: Request) -> None:
@@ -218,8 +218,8 @@ class OrderedRequests(RequestQueue):
     def _forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
         self._passed_by.pop(request_id, None)
-        if self._asked == request_id:
-            self._asked = None
+        if self._peeked == request_id:
+            self._peeked = None
         self._queue.remove(request_id)
 
     def _settle(self, popped: Request) -> None:

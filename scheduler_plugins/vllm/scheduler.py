@@ -31,7 +31,7 @@ from scheduler_plugins.qos.settings import cost_model_path, settings_path
 from scheduler_plugins.queue.waiting import LOOKS_PER_PEEK, WaitingQueue
 from scheduler_plugins.vllm.cache import CacheView
 from scheduler_plugins.vllm.discard import SuffixDiscard
-from scheduler_plugins.vllm.give_way import GiveWay
+from scheduler_plugins.vllm.overtaking import GiveWay, StepShape
 from scheduler_plugins.vllm.reporter import Reporter
 from scheduler_plugins.vllm.request_queue import (
     OrderedRequests,
@@ -39,7 +39,6 @@ from scheduler_plugins.vllm.request_queue import (
     is_loaded,
     is_prefill_only,
 )
-from scheduler_plugins.vllm.shape import StepShape
 from scheduler_plugins.vllm.steps import StepTimer
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class PrefixAwareScheduler(AsyncScheduler):
         self._shape = StepShape(self, self.waiting, self._order)
         self._whole_cache = self._cache.enabled and one_group
         self._blocks_ahead: int = 1 - int(-self.num_lookahead_tokens // self._page_size)
-        self._discard = SuffixDiscard(self._cache, self._order.prefix_index.wanted)
+        self._discard = SuffixDiscard(self._cache, self._order.prefix_index.ends_prefix)
         if self._whole_cache:
             self._cache.watch_evictions(self._discard.evicted)
         self._give_way = GiveWay(self, self.waiting, self._order, self._cache)
@@ -230,8 +229,8 @@ class PrefixAwareScheduler(AsyncScheduler):
             return False
         tokens = request.num_tokens
         if not self.scheduler_reserve_full_isl:
-            known = self._order.estimator.known_tokens(describe(request, self._cache))
-            tokens = min(tokens, known + self.max_num_scheduled_tokens)
+            ready = self._order.estimator.known_tokens(describe(request, self._cache))
+            tokens = min(tokens, ready + self.max_num_scheduled_tokens)
         manager = self.kv_cache_manager
         needed = -int(-tokens // self._page_size) + self._blocks_ahead + manager.watermark_blocks
         return bool(needed <= manager.block_pool.get_num_free_blocks())
@@ -244,11 +243,11 @@ class PrefixAwareScheduler(AsyncScheduler):
     def _note_first_tokens(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         now_s, ledger = time.time(), self._reporter.ledger
         for per_client in outputs.values():
-            for one in per_client.outputs:
-                if one.request_id in ledger.awaited and (
-                    one.new_token_ids or one.pooling_output is not None
+            for output in per_client.outputs:
+                if output.request_id in ledger.awaited and (
+                    output.new_token_ids or output.pooling_output is not None
                 ):
-                    ledger.token(one.request_id, now_s)
+                    ledger.token(output.request_id, now_s)
 
     def _note_step(self) -> None:
         """Note the last scheduled step, once. This runs in parallel with the model, so nothing waits for it, and before
@@ -264,14 +263,14 @@ class PrefixAwareScheduler(AsyncScheduler):
         """Note the blocks that starting requests found in the cache, and the number of new blocks that the step has
         taken."""
         sizes, discard = output.num_scheduled_tokens, self._discard
-        started = [one.req_id for one in output.scheduled_new_reqs]
+        started = [request_data.req_id for request_data in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids
         for request_id in started:
             request = self.requests[request_id]
             if not is_loaded(request):
-                found = (request.num_computed_tokens - sizes[request_id]) // self._page_size
-                missing = self._cache.keys_from(request, found)
-                discard.found(self._cache.blocks(request_id), found, missing)
+                cached_blocks = (request.num_computed_tokens - sizes[request_id]) // self._page_size
+                missing = self._cache.keys_from(request, cached_blocks)
+                discard.started(self._cache.blocks(request_id), cached_blocks, missing)
         if self.connector is None and not output.preempted_req_ids:
             discard.took(self._most_blocks(output.total_num_scheduled_tokens, len(sizes)))
         else:

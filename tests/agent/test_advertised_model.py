@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from kv.test_weights import save, tensors
 
-from pd_connector.agent import weights_reader
+from pd_connector.agent import advertised_model
 from pd_connector.agent.advertised_model import AdvertisedModel
 from pd_connector.agent.commands import ChangeModel, KnowWeights
 from pd_connector.kv.checkpoint_files import CheckpointFiles
@@ -150,7 +150,7 @@ def test_files_of_some_of_the_weights_say_nothing_of_the_others(
 def test_what_was_read_of_weights_of_before_is_not_told(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = weights_reader.full_fingerprint
+    full = advertised_model.full_fingerprint
     told: list[AdvertisedModel] = []
 
     def late(*args: Any) -> bytes:
@@ -159,7 +159,7 @@ def test_what_was_read_of_weights_of_before_is_not_told(
         told[0].withdraw()
         return full(*args)
 
-    monkeypatch.setattr(weights_reader, "full_fingerprint", late)
+    monkeypatch.setattr(advertised_model, "full_fingerprint", late)
     engine = Engine(checkpoint)
     told.append(engine.told)
     engine.wait()
@@ -171,14 +171,14 @@ def test_weights_are_read_by_a_thread_of_the_engines_own_priority(
 ) -> None:
     """With a lower one it would keep Python's lock while it waits for a processor: the agent of a busy machine was
     silent for seconds, and its sessions were lost."""
-    full = weights_reader.full_fingerprint
+    full = advertised_model.full_fingerprint
     found: list[int] = []
 
     def noting(*args: Any) -> bytes:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return full(*args)
 
-    monkeypatch.setattr(weights_reader, "full_fingerprint", noting)
+    monkeypatch.setattr(advertised_model, "full_fingerprint", noting)
     Engine(checkpoint).wait()
     assert found == [os.getpriority(os.PRIO_PROCESS, 0)]
 

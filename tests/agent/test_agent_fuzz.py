@@ -28,7 +28,7 @@ from support.agents import (
     until,
 )
 
-from pd_connector.agent.producing.refusals import MOST_LINES
+from pd_connector.agent.producing.producer_side import MOST_LINES
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.wire import messages

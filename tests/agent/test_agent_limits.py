@@ -23,7 +23,7 @@ from support.agents import (
 )
 from support.children import Children, children, nursery
 
-from pd_connector.agent import loop_waits
+from pd_connector.agent import loop
 from pd_connector.agent.commands import Computed, Drop, Expect, Hold, Revoke, Withdraw
 from pd_connector.agent.consuming import session_keeper
 from pd_connector.agent.producing.consumer_sessions import ConsumerSessions
@@ -157,7 +157,7 @@ def test_an_idle_session_is_closed_and_opened_again_when_it_is_wanted(
 def test_answers_to_heartbeats_are_taken_together_and_keep_nothing_else_waiting(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(loop_waits, "_UNHURRIED_POLL_MS", 10**6)  # nothing but what matters ends it
+    monkeypatch.setattr(loop, "_UNHURRIED_POLL_MS", 10**6)  # nothing but what matters ends it
     producer, consumer = ranks.pair(LONG | {"heartbeat_s": 0.1})
     peer = Peer(producer.source, WHOLE)
     side = consumer.loop.consumer_side

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """PD_CONNECTOR_CHECK=1: an agent whose books are wrong dies at once, and says so."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from support.agents import LONG, TRANSPORTS, Ranks, assert_pages, ranks, until
 
 from pd_connector.agent.integrity import checks_wanted
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.in_flight import LEFT, InFlight
-from pd_connector.agent.producing.send_pipeline import SendPipeline
+from pd_connector.agent.producing.send_pipeline import LEFT, SendPipeline
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.memory.slab import Slab
+from pd_connector.protocol.producing.outgoing import OutgoingChunk
 
 __all__ = ["ranks"]
 
@@ -24,8 +24,11 @@ def send_pipeline() -> SendPipeline:
     return SendPipeline(Config(), 1, cache, Slab(4, 1 << 12), PageGate())
 
 
-def chunk(send_slot: int | None = None) -> InFlight:
-    return InFlight(b"s", "t", send_slot, 1, 10.0)
+def chunk(send_slot: int | None = None, session_limit: float = math.inf) -> OutgoingChunk:
+    anything: Any = None
+    known = OutgoingChunk("t", "r", b"s", anything, anything, [0], b"i", 0, False, False)
+    known.send_slot, known.session_limit = send_slot, session_limit
+    return known
 
 
 def lose(box: SendPipeline) -> None:
@@ -41,8 +44,8 @@ def free_while_under_way(box: SendPipeline) -> None:
 
 
 def forget_the_limit(box: SendPipeline) -> None:
-    for offer in range(4):
-        box.in_flight.chunks[LEFT, offer] = chunk()._replace(most=4)
+    for number in range(4):
+        box.in_flight.chunks[LEFT, number] = chunk(session_limit=4)
 
 
 @pytest.mark.parametrize("damage", [lose, free_twice, free_while_under_way, forget_the_limit])
@@ -63,9 +66,7 @@ def test_a_gather_that_fails_gives_its_slot_back():
         raise MemoryError
 
     box._cache.gather = fail  # type: ignore[method-assign]
-    send: Any = SimpleNamespace(
-        request="r", direct=False, route=None, chunk=None, pages=np.zeros(1)
-    )
+    send = chunk()
     path: Any = SimpleNamespace(
         transport=SimpleNamespace(
             copies=False,

@@ -10,7 +10,7 @@ from support.agents import LONG, TRANSPORTS, Rank, Ranks, ranks, until
 from support.children import Child, Children, children, nursery
 
 from pd_connector.errors import Cause
-from pd_connector.protocol.consuming.shares import Shares
+from pd_connector.protocol.consuming.grants import Shares
 
 __all__ = ["children", "nursery", "ranks"]
 

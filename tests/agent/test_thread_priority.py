@@ -15,7 +15,7 @@ import zmq
 from support.agents import Ranks, ranks
 from support.waits import until
 
-from pd_connector.agent.pool_readers import Readers
+from pd_connector.agent.pool_loads import Readers
 from pd_connector.agent.thread_priority import (
     prefer_own_threads,
     prefer_short_slices,

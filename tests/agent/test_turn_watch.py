@@ -4,8 +4,8 @@
 import pytest
 from support.clocks import Clock
 
-from pd_connector.agent import turn_watch
-from pd_connector.agent.turn_watch import GRACE_S, TurnWatch
+from pd_connector.agent import agent_thread
+from pd_connector.agent.agent_thread import GRACE_S, TurnWatch
 
 TIMEOUT_S = 10.0
 
@@ -13,7 +13,7 @@ TIMEOUT_S = 10.0
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(turn_watch, "time", clock)
+    monkeypatch.setattr(agent_thread, "time", clock)
     return clock
 
 

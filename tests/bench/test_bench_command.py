@@ -9,12 +9,13 @@ import pytest
 from support.bench import ROW_KEYS, comparison
 from typer.testing import CliRunner
 
+from pd_bench import harness
 from pd_bench.handoff import bench as bench_module
 from pd_bench.handoff import command, cross, sglang, vllm
 from pd_bench.handoff.bench import HandoffBench
 from pd_bench.handoff.findings import HandoffFindings, Series
 from pd_bench.handoff.vllm import BASELINE
-from pd_connector.tools.bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison
 from pd_connector.tools.cli.bench import app as bench
 
 
@@ -128,7 +129,7 @@ def test_an_unknown_contender_is_refused_with_those_there_are(invoke, arguments)
 
 def test_without_namespaces_the_way_out_is_named(monkeypatch):
     monkeypatch.setattr(command, "available", lambda: "`ip` is missing")
-    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: name)
     result = CliRunner().invoke(bench, ["handoff"])
     assert result.exit_code == 2
     assert "ip` is missing" in result.output

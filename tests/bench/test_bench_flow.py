@@ -11,10 +11,10 @@ from support.bench import FakeTokenizer
 from pd_bench.handoff.contender import Contender
 from pd_bench.handoff.pair import Prompts
 from pd_bench.handoff.vllm import VllmPair
+from pd_bench.report import BenchError
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.wire.params import ProducerAddress
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Samples
 
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from pd_bench import harness
 from pd_bench.gpu import bench as gpu_module
 from pd_bench.gpu.bench import CODECS, GpuBench, GpuPair
 from pd_bench.gpu.cache import PAGE_TOKENS, GpuCache
 from pd_bench.kernels.caches import LLAMA_8B, MODELS, Model
-from pd_connector.tools.bench.machine import cpu_seconds
-from pd_connector.tools.bench.report import BenchError, Comparison, missed
-from pd_connector.tools.bench.wire.pair import WireRun
+from pd_bench.machine import cpu_seconds
+from pd_bench.report import BenchError, Comparison, missed
+from pd_bench.wire.pair import WireRun
 from pd_connector.tools.cli import bench as command
 from pd_connector.tools.launch import proc
 
@@ -225,7 +226,7 @@ def test_without_a_gpu_nothing_is_measured_and_the_command_says_so():
 @pytest.mark.parametrize("missing", ["nixl", "triton"])
 def test_without_nixl_or_triton_nothing_is_measured_and_the_command_says_so(monkeypatch, missing):
     monkeypatch.setattr(
-        gpu_module.importlib.util, "find_spec", lambda name: None if name == missing else name
+        harness.importlib.util, "find_spec", lambda name: None if name == missing else name
     )
     result = invoke("--device", "cpu")
     assert result.exit_code == 2

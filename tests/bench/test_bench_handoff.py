@@ -30,9 +30,9 @@ from pd_bench.handoff.pair import PairSetup
 from pd_bench.handoff.receiving import Receiving
 from pd_bench.handoff.vllm import BASELINE, VllmPair
 from pd_bench.model import KV_BYTES_PER_TOKEN, write_model
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError
 from pd_connector.config import Config
-from pd_connector.tools.bench.report import BenchError
-from pd_connector.tools.launch.netns import Namespace
 
 LINK, LOCAL = vllm.LINK.ours, vllm.LOCAL.ours
 

@@ -11,9 +11,9 @@ import pytest
 
 from pd_bench.handoff.cross import LINK, CrossPair
 from pd_bench.handoff.pair import PairSetup
+from pd_bench.report import BenchError
 from pd_connector.config import Config
 from pd_connector.protocol.wire.params import decode_params, parse_address, prefill_params
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Samples
 
 TOLD = {

@@ -16,10 +16,10 @@ from pd_bench.handoff.ray import (
     TimedAnswer,
     compared,
 )
+from pd_bench.netns import Namespace
 from pd_bench.serve.sending import Answer
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.tools.cli import bench as command
-from pd_connector.tools.launch.netns import Namespace
 
 SIDES = (
     Namespace("pd-a", "198.19.0.1", "198.18.0.2"),

@@ -17,10 +17,10 @@ from pd_bench.handoff.pair import PairSetup
 from pd_bench.handoff.receiving import TRANSFERS, measure_receiving
 from pd_bench.handoff.sglang import LINK, LOCAL, SglangPair
 from pd_bench.model import KV_BYTES_PER_TOKEN, kv_bytes_per_token, write_model
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError
 from pd_connector.config import CONFIG_VARIABLE, Config
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Samples
-from pd_connector.tools.launch.netns import Namespace
 
 PREFILL_S = KV_S = 0.2
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from pd_bench import harness
 from pd_bench.model import HEAD_DIM, KV_HEADS, LAYERS, write_model, write_weights
-from pd_bench.pool import engines
 from pd_bench.pool import trace as hit_rates
 from pd_bench.pool.raw import RawPair
 from pd_bench.pool.raw_party import OBJECT_BYTES, Objects
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.report import BenchError
 from pd_connector.tools.cli import bench as command
 
 
@@ -123,7 +123,7 @@ def test_the_weights_are_the_same_in_each_folder(tmp_path: Path) -> None:
 def test_without_vllm_nothing_is_measured_that_takes_minutes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
     code, said = bench("--runs", "1")
     assert code == 2
     assert said.startswith("not measured: vllm is not installed")

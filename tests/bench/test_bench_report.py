@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 from support.bench import ROW_KEYS, comparison, text_of
 
-from pd_connector.tools.bench import machine
-from pd_connector.tools.bench.machine import Noise, cpu_seconds, describe
-from pd_connector.tools.bench.report import Comparison, missed, table, write_json
-from pd_connector.tools.bench.sample import Sample
+from pd_bench import machine
+from pd_bench.machine import Noise, cpu_seconds, describe
+from pd_bench.report import Comparison, missed, table, write_json
+from pd_bench.sample import Sample
 
 
 def test_a_sample_has_its_median_and_its_outer_deciles():

@@ -14,13 +14,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pd_bench.report import BenchError
 from pd_bench.serve import pool
 from pd_bench.serve.measure import Plan, Promise, Turn, compared
 from pd_bench.serve.pool_turns import PLAIN, POOL
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.trace import Line, TimedRequest, read, timed
 from pd_connector.errors import ConfigError
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.cli import bench as command
 from pd_connector.tools.launch import Client
 

@@ -9,11 +9,12 @@ import pytest
 from support.waits import until
 from typer.testing import CliRunner
 
-from pd_connector.tools.bench.machine import cpu_seconds
-from pd_connector.tools.bench.report import BenchError, Comparison, missed
-from pd_connector.tools.bench.wire import measure as wire
-from pd_connector.tools.bench.wire.cache import WireCache
-from pd_connector.tools.bench.wire.measure import (
+from pd_bench.machine import cpu_seconds
+from pd_bench.netns import Bed, available
+from pd_bench.report import BenchError, Comparison, missed
+from pd_bench.wire import command as bench_wire
+from pd_bench.wire import measure as wire
+from pd_bench.wire.measure import (
     LINE,
     PAGES,
     WireContender,
@@ -21,13 +22,12 @@ from pd_connector.tools.bench.wire.measure import (
     link_contender,
     local_contender,
 )
-from pd_connector.tools.bench.wire.pair import WirePair, WireRun
-from pd_connector.tools.bench.wire.party import WireParty
-from pd_connector.tools.bench.wire.size import LAYERS, PAGE_BYTES, PAGE_TOKENS
+from pd_bench.wire.movers import descriptors
+from pd_bench.wire.pair import WirePair, WireRun
+from pd_bench.wire.party import WireParty
 from pd_connector.tools.cli import bench as command
-from pd_connector.tools.cli import bench_wire
 from pd_connector.tools.launch import proc
-from pd_connector.tools.launch.netns import Bed, available
+from pd_connector.tools.wire import LAYERS, PAGE_BYTES, PAGE_TOKENS, WireCache
 
 TOKENS = 64
 
@@ -48,7 +48,7 @@ def test_the_caches_hold_what_the_benchmark_says_it_moves():
 
 
 def test_a_descriptor_is_one_page_of_one_layer():
-    found = WireCache("consumer", TOKENS).descriptors([1000, 5_000_000])
+    found = descriptors([1000, 5_000_000], TOKENS // PAGE_TOKENS)
     assert found[:, 0].tolist() == [
         base + page * PAGE_BYTES for base in (1000, 5_000_000) for page in range(4)
     ]

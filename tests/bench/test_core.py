@@ -14,9 +14,9 @@ from pd_bench.core import app, audit, reshard
 from pd_bench.core import codec as codec_bench
 from pd_bench.core import overhead as overhead_module
 from pd_bench.core.reshard import Engines
+from pd_bench.report import BenchError
 from pd_connector.codec import COMPILER, Elements
 from pd_connector.codec.compiled import loops_for
-from pd_connector.tools.bench.report import BenchError
 
 
 @pytest.mark.parametrize("tps", [(1, 1), (1, 4), (8, 2)])

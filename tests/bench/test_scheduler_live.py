@@ -7,12 +7,12 @@ import asyncio
 
 import pytest
 
+from pd_bench.report import BenchError
 from pd_bench.scheduler import live_admission, live_qos, live_traffic
 from pd_bench.scheduler.live_replay import Scale, scaled, summary
 from pd_bench.scheduler.runs import Runs
 from pd_bench.scheduler.sending import RequestRecord, prompt_ids
 from pd_bench.scheduler.workload import shared_profiles
-from pd_connector.tools.bench.report import BenchError
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.profile.client import Timed

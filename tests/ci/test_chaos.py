@@ -21,8 +21,8 @@ from chaos.faults import CHUNK_FAULTS, RECORD_FAULTS, Fault
 from chaos.ledger import Ledger
 from chaos.nursery import Nursery
 from chaos.ranks import SETUPS, Ranks, Setup
-from pd_connector.tools.bench.report import BenchError
-from pd_connector.tools.launch.netns import Bed, available
+from pd_bench.netns import Bed, available
+from pd_bench.report import BenchError
 
 QUICK = (*CHUNK_FAULTS, Fault.TAKE_BACK, Fault.LIE_MESSAGE, Fault.RESET, Fault.CLOCK)
 """Faults that cost a fraction of a second each."""

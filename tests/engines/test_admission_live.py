@@ -28,7 +28,7 @@ from pd_connector.tools.launch import VllmEngine
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.profile.client import Timed, connect
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.engine_reports import Told, from_report
+from scheduler_plugins.router.engines.engine_reports import ReportedLoad, from_report
 from scheduler_plugins.router.index.follower import EventFollower
 from scheduler_plugins.router.index.hashes import prompt_extras, token_bytes
 from scheduler_plugins.router.index.prefixes import Prefixes
@@ -207,7 +207,7 @@ def test_what_waits_is_in_the_metrics_by_class(engine: VllmEngine) -> None:
     assert engine.metrics().has("pd_scheduler:engine_predicted_ttft_seconds_sum")
 
 
-def told(engine: VllmEngine) -> Told:
+def told(engine: VllmEngine) -> ReportedLoad:
     """What the engine tells a router."""
     connection = HTTPConnection(engine.host, engine.port, timeout=60)
     connection.request("GET", "/pd/load", headers={"Authorization": f"Bearer {KEY}"})
@@ -230,7 +230,7 @@ def test_events_of_the_engine_say_what_it_has_cached(engine: VllmEngine) -> None
     """Blocks are found by the hashes of a prompt's tokens; a prompt with a salt has blocks of its own."""
     where, size = told(engine).kv_events, told(engine).block_tokens
     assert where is not None
-    view = BackendEngine(engine.base_url, Role.PREFILL, Metrics(), told_block_tokens=size)
+    view = BackendEngine(engine.base_url, Role.PREFILL, Metrics(), reported_block_tokens=size)
     prefixes, prompt = Prefixes(), own(10 * size + 3, 500)
     keys = PromptKeys((), token_bytes(prompt))
     salted = PromptKeys((), token_bytes(prompt), prompt_extras("", "salt"))

@@ -33,11 +33,11 @@ from recipes import COMPILE_NOTHING, EXACT_ARGS, MODEL, NAME_ARGS
 from test_handoff import prompt_of
 from tools import TOLERANCE, delta
 
+from pd_bench.netns import Bed, available
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.control.keys import new_key
 from pd_connector.remedies import outage_in
 from pd_connector.tools.launch import Client, VllmEngine, stop_services
-from pd_connector.tools.launch.netns import Bed, available
 from pd_connector.tools.launch.progress import wait_all
 
 LONG = 1500

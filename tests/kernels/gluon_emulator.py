@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pd_kernels.attention import mla_gluon_kernel, mla_gluon_sides, plan_kernel
+from pd_kernels.attention import mla_gluon_kernel, plan_kernel
 
 KERNEL = mla_gluon_kernel.latent_attention_tma
 """Taken here, because tests put something else in its place."""
@@ -327,7 +327,7 @@ def emulate(seed: int, program: int, changed: dict[str, Any], arguments: dict[st
     }
     world: dict[str, Any] = {}
     fake = types.SimpleNamespace(**_common(), **own)
-    for module in (plan_kernel, mla_gluon_sides, mla_gluon_kernel):
+    for module in (plan_kernel, mla_gluon_kernel):
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
             if isinstance(function, types.FunctionType):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_kernels.attention.dist_placement import Placement
+from pd_kernels.attention.dist import Placement
 
 RANKS = 4
 PAGE, HEADS, KV_HEADS, DIM = 4, 6, 2, 16

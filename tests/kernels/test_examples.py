@@ -23,8 +23,7 @@ MODULES = {
     "pd_kernels.attention.work_partition": {"partition"},
     "pd_kernels.attention.merge": {"merge_partials"},
     "pd_kernels.attention.mods": {"Mod.of"},
-    "pd_kernels.attention.dist": {"dist_attention"},
-    "pd_kernels.attention.dist_placement": {"Placement"},
+    "pd_kernels.attention.dist": {"dist_attention", "Placement"},
 }
 """Modules, and what in them has an example."""
 

@@ -19,8 +19,8 @@ from support.setups import Layer, Setup
 from pd_connector import compiler as compiler_module
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
+from pd_connector.pages.kernel_pages import WarmUp
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.pages.warm_up import WarmUp
 from pd_connector.plan.route import Route, routes
 from pd_connector.protocol.wire.peers import Peer
 

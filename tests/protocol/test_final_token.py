@@ -11,11 +11,11 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause, MalformedMessageError
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol.consuming.consumer import Consumer
-from pd_connector.protocol.consuming.incoming import Finished, Load, PlaceChunk, ProducerSession
+from pd_connector.protocol.consuming.incoming import Finished, IncomingChunk, Load, ProducerSession
 from pd_connector.protocol.producing.outgoing import Free, Offer, Reply
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
-from pd_connector.protocol.wire.final_token import FIRST_TOKEN, MAX_ALTERNATIVES, FinalToken, untold
+from pd_connector.protocol.wire.final_token import FIRST_TOKEN, MAX_ALTERNATIVES, FinalToken, unsent
 from pd_connector.protocol.wire.peers import Peer, Source
 
 SOURCE = Source("p", 1, "")
@@ -27,9 +27,11 @@ CHUNK_BYTES = 256 * 1024
 class Loading:
     """A consumer that needs words, with one load of 8 tokens (or of none) opened."""
 
-    def __init__(self, *, needs_words: bool = True, first_token: int = 0) -> None:
+    def __init__(self, *, needs_final_token: bool = True, first_token: int = 0) -> None:
         config = Config(slots=4)
-        self.consumer = Consumer(config, GEOMETRY, SlotPool(4), False, needs_words=needs_words)
+        self.consumer = Consumer(
+            config, GEOMETRY, SlotPool(4), False, needs_final_token=needs_final_token
+        )
         self.session = ProducerSession(1, config.slot_bytes, ROUTES)
         self.consumer.session_up(SOURCE, self.session, 0.0)
         load = Load("r", "t", (Peer(SOURCE, WHOLE),), TOKENS, first_token, 8, ([0, 1, 2, 3],), True)
@@ -38,9 +40,9 @@ class Loading:
         self.chunks = dict(self.consumer._transfers["t"].streams[SOURCE].missing)
 
     def accept(
-        self, *, complete: bool, words: FinalToken | None = None, now: float = 1.0
+        self, *, complete: bool, final_token: FinalToken | None = None, now: float = 1.0
     ) -> list[Finished]:
-        message = messages.Accept("t", len(self.chunks), complete, words)
+        message = messages.Accept("t", len(self.chunks), complete, final_token)
         actions = self.consumer.accept(SOURCE, message, now)
         granted = [a.message for a in actions if getattr(a, "message", None)]
         self.slots = [s for m in granted if isinstance(m, messages.Credit) for s in m.slots]
@@ -57,7 +59,7 @@ class Loading:
             (place,) = self.consumer.landings.landed(
                 header, slot, memoryview(bytes(header.nbytes)), 2.0
             )
-            assert isinstance(place, PlaceChunk)
+            assert isinstance(place, IncomingChunk)
             actions = self.consumer.landings.placed(place, None, "", 2.0)
             for action in actions:
                 message = getattr(action, "message", None)
@@ -72,45 +74,47 @@ def test_a_load_that_needs_words_is_not_over_before_they_have_come() -> None:
     loading = Loading()
     assert not loading.accept(complete=False)
     assert not loading.place_all(), "all KV is there, and nobody has said what follows"
-    (ended,) = loading.accept(complete=True, words=WORDS)
+    (ended,) = loading.accept(complete=True, final_token=WORDS)
     assert ended.cause is None
-    assert ended.words == WORDS
+    assert ended.final_token == WORDS
 
 
 def test_a_load_that_needs_none_ends_with_its_last_chunk() -> None:
     """The negative control: this is how a load could end before the words came."""
-    loading = Loading(needs_words=False)
+    loading = Loading(needs_final_token=False)
     loading.accept(complete=False)
     (ended,) = loading.place_all()
-    assert (ended.cause, ended.words) == (None, None)
+    assert (ended.cause, ended.final_token) == (None, None)
 
 
 def test_words_that_come_before_the_last_chunk_wait_for_it() -> None:
     loading = Loading()
-    assert not loading.accept(complete=True, words=WORDS)
+    assert not loading.accept(complete=True, final_token=WORDS)
     (ended,) = loading.place_all()
-    assert ended.words == WORDS
+    assert ended.final_token == WORDS
 
 
 def test_nothing_left_to_load_but_the_words() -> None:
     loading = Loading(first_token=8)
     assert loading.chunks == {}
     assert not loading.accept(complete=False)
-    (ended,) = loading.accept(complete=True, words=WORDS)
-    assert (ended.cause, ended.words) == (None, WORDS)
+    (ended,) = loading.accept(complete=True, final_token=WORDS)
+    assert (ended.cause, ended.final_token) == (None, WORDS)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "final_token",
     [
         None,
         msgspec.structs.replace(WORDS, transfer="another"),
         msgspec.structs.replace(WORDS, identity=b"other tokens"),
     ],
 )
-def test_missing_words_and_words_of_another_request_fail_the_load(words: FinalToken | None) -> None:
+def test_missing_words_and_words_of_another_request_fail_the_load(
+    final_token: FinalToken | None,
+) -> None:
     loading = Loading()
-    ended = loading.accept(complete=True, words=words) or loading.place_all()
+    ended = loading.accept(complete=True, final_token=final_token) or loading.place_all()
     assert [end.cause for end in ended] == [Cause.WORDS]
 
 
@@ -123,8 +127,8 @@ def test_a_prefill_that_never_ends_is_given_up_although_its_kv_is_there() -> Non
     assert ended.cause is Cause.WAIT_TIMEOUT
 
 
-def _offer(*, final: bool, words: FinalToken | None = None) -> Offer:
-    return Offer("t", "r", ([0, 1, 2, 3],), TOKENS, 8, 8, final, words)
+def _offer(*, final: bool, final_token: FinalToken | None = None) -> Offer:
+    return Offer("t", "r", ([0, 1, 2, 3],), TOKENS, 8, 8, final, final_token)
 
 
 def _open(first_token: int = 0) -> messages.Open:
@@ -139,9 +143,9 @@ def test_a_producer_sends_words_with_the_end_and_not_before(opened_first: bool) 
         lambda: list(producer.offer(_offer(final=False), 0.0)),
     ]
     said = [action for step in (steps if opened_first else steps[::-1]) for action in step()]
-    said += producer.offer(_offer(final=True, words=WORDS), 1.0)
+    said += producer.offer(_offer(final=True, final_token=WORDS), 1.0)
     accepts = [a.message for a in said if isinstance(a, Reply)]
-    assert [(a.complete, a.words) for a in accepts if isinstance(a, messages.Accept)] == [
+    assert [(a.complete, a.final_token) for a in accepts if isinstance(a, messages.Accept)] == [
         (False, None),
         (True, WORDS),
     ]
@@ -150,16 +154,16 @@ def test_a_producer_sends_words_with_the_end_and_not_before(opened_first: bool) 
 
 def test_a_producer_lets_a_consumer_ask_for_the_words_alone() -> None:
     producer = Producer(Config())
-    producer.offer(_offer(final=True, words=WORDS), 0.0)
+    producer.offer(_offer(final=True, final_token=WORDS), 0.0)
     (reply,) = producer.open(b"s", _open(first_token=8), ROUTES, 0.0)
     assert isinstance(reply, Reply)
     assert reply.message == messages.Accept("t", 0, True, WORDS)
 
 
 def test_what_is_not_told_is_named() -> None:
-    assert untold([FIRST_TOKEN], []) == "first_token"
-    assert untold([FIRST_TOKEN], [FIRST_TOKEN, "more"]) == ""
-    assert untold([], [FIRST_TOKEN]) == ""
+    assert unsent([FIRST_TOKEN], []) == "first_token"
+    assert unsent([FIRST_TOKEN], [FIRST_TOKEN, "more"]) == ""
+    assert unsent([], [FIRST_TOKEN]) == ""
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pd_kernels.attention.mla_call import LATENT, ROPE
-from pd_kernels.sglang.backend import MlaBackend, PagedBackend
-from pd_kernels.sglang.page_tables import FixedTables, PageTables
+from pd_kernels.sglang.backend import FixedTables, MlaBackend, PagedBackend, PageTables
 
 DIM, KV_HEADS, HEADS = 16, 2, 6
 PAGES = 40

@@ -19,8 +19,8 @@ from sglang_door.sglang_rig import prompt, request
 from pd_connector.errors import ConfigError
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.sglang import plugin
+from scheduler_plugins.sglang.plugin import POLICY, check_routes, check_supported
 from scheduler_plugins.sglang.requests import ClassMarker, qos_of
-from scheduler_plugins.sglang.support import POLICY, check_routes, check_supported
 
 ROUTED = """
 scheduler:

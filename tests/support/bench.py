@@ -7,8 +7,8 @@ import io
 
 from rich.console import Console
 
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 
 ROW_KEYS = {"name", "params", "ours", "baseline", "unit", "ratio", "bar", "ok"}
 

@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.tools.launch import engine, proc, sglang
 from pd_connector.tools.launch.engine import on_cpu
-from pd_connector.tools.launch.reaper import launcher_id
+from pd_connector.tools.launch.family import launcher_id
 from pd_connector.tools.launch.sglang import sglang_on_cpu
 from support import engine_forks
 

@@ -23,13 +23,13 @@ from pd_connector.protocol.consuming.incoming import (
     Dial,
     Finished,
     Held,
+    IncomingChunk,
     Load,
-    PlaceChunk,
     ProducerSession,
     Tell,
 )
 from pd_connector.protocol.producing.outgoing import Action as ProducerAction
-from pd_connector.protocol.producing.outgoing import Free, Offer, SendChunk
+from pd_connector.protocol.producing.outgoing import Free, Offer, OutgoingChunk
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.header import ChunkHeader
@@ -459,8 +459,8 @@ class World:
                     line = link.line_to(source)
                     if line.session is not None:
                         line.to_producer.append(message)  # type: ignore[arg-type]
-                case PlaceChunk() as place:
-                    pending.extend(self._place(link, place))
+                case IncomingChunk() as chunk:
+                    pending.extend(self._place(link, chunk))
                 case Held() as held:
                     assert held.request in link.watching, "a watched hold is told of once"
                     link.watching.discard(held.request)
@@ -476,20 +476,20 @@ class World:
         for link in self.links:
             link.consumer.check_integrity()
 
-    def _place(self, link: Link, place: PlaceChunk) -> list[ConsumerAction]:
-        if self.verifies and checksum_of(place.payload) != place.header.checksum:
-            return link.consumer.landings.placed(place, Cause.CHECKSUM, "corrupt", self.now)
-        loading = (x for x in link.lent.values() if x.load.transfer == place.header.transfer)
+    def _place(self, link: Link, chunk: IncomingChunk) -> list[ConsumerAction]:
+        if self.verifies and checksum_of(chunk.payload) != chunk.header.checksum:
+            return link.consumer.landings.placed(chunk, Cause.CHECKSUM, "corrupt", self.now)
+        loading = (x for x in link.lent.values() if x.load.transfer == chunk.header.transfer)
         lent = next(x for x in loading if not x.arrived)
-        assert set(place.pages) <= set(lent.load.pages[0]) - {-1}, "it fills its own load's pages"
-        data = bytes(place.payload)
+        assert set(chunk.pages) <= set(lent.load.pages[0]) - {-1}, "it fills its own load's pages"
+        data = bytes(chunk.payload)
         row = PAGE_TOKENS * TOKEN_BYTES
-        for layer in place.chunk.layers(place.route):
-            for page in place.pages:
-                for head in place.route.heads:
+        for layer in chunk.planned.layers(chunk.route):
+            for page in chunk.pages:
+                for head in chunk.route.heads:
                     link.cache[page, layer, head], data = data[:row], data[row:]
         assert data == b""
-        return link.consumer.landings.placed(place, None, "", self.now)
+        return link.consumer.landings.placed(chunk, None, "", self.now)
 
     def _finish(self, link: Link, finished: Finished) -> None:
         assert finished.request not in link.finished, "a load finishes once"
@@ -584,45 +584,45 @@ class World:
                 actions = consumer.cancelled(source, transfer, self.now)
         self.consume(link, actions)
 
-    def send(self, rank: Rank | None = None, *, gate_shut: bool = False) -> SendChunk | None:
+    def send(self, rank: Rank | None = None, *, gate_shut: bool = False) -> OutgoingChunk | None:
         """A producer rank (the first that has one) gathers its next chunk and starts to write it;
         or finds that the engine has just taken the pages back."""
         if rank is None:
             return next((sent for rank in self.ranks if (sent := self.send(rank))), None)
-        send = rank.producer.next_send()
-        if send is None:
+        chunk = rank.producer.next_send()
+        if chunk is None:
             return None
-        if gate_shut and not rank.prefills[send.request].final:
-            rank.producer.unsend(send)
-            self.preempt(send.request)
-            return send
-        assert send.kept
+        if gate_shut and not rank.prefills[chunk.request].final:
+            rank.producer.unsend(chunk)
+            self.preempt(chunk.request)
+            return chunk
+        assert chunk.kept
         payload = b"".join(
             rank.memory[page, layer, head]
-            for layer in send.chunk.layers(send.route)
-            for page in send.pages
-            for head in send.route.heads
+            for layer in chunk.planned.layers(chunk.route)
+            for page in chunk.pages
+            for head in chunk.route.heads
         )
-        chunk = send.chunk
+        planned = chunk.planned
         header = ChunkHeader(
-            transfer=send.transfer,
+            transfer=chunk.transfer,
             epoch=rank.epoch,
-            sequence=chunk.sequence,
-            identity=send.identity,
-            route=chunk.route,
-            first_layer=chunk.first_layer,
-            stop_layer=chunk.stop_layer,
-            first_token=chunk.first_token,
-            stop_token=chunk.stop_token,
-            codec=send.route.codec,
+            sequence=planned.sequence,
+            identity=chunk.identity,
+            route=planned.route,
+            first_layer=planned.first_layer,
+            stop_layer=planned.stop_layer,
+            first_token=planned.first_token,
+            stop_token=planned.stop_token,
+            codec=chunk.route.codec,
             nbytes=len(payload),
             checksum=checksum_of(memoryview(payload)),
         )
-        self.writes.append(Write(rank, send.session, send.transfer))
+        self.writes.append(Write(rank, chunk.session, chunk.transfer))
         for link in self.links:
-            if send.session in [line.session for line in link.lines]:
-                self.flights.append(Flight(link, header, payload, send.slot))
-        return send
+            if chunk.session in [line.session for line in link.lines]:
+                self.flights.append(Flight(link, header, payload, chunk.slot))
+        return chunk
 
     def end_write(self, write: Write, ok: bool = True) -> None:
         self.writes.remove(write)
@@ -642,7 +642,7 @@ class World:
     def beat(self, link: Link) -> None:
         for line in link.lines:
             if line.session is not None:
-                wanted = link.consumer.wanted(line.rank.source)
+                wanted = link.consumer.transfers_of(line.rank.source)
                 line.to_producer.append(messages.Heartbeat(wanted))
 
     def pass_time(self, seconds: float) -> None:

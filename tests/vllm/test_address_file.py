@@ -14,6 +14,7 @@ from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.wire.params import decode_params, parse, parse_address
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
 
@@ -23,7 +24,10 @@ PEER = Peer(Source("10.0.0.1", 7000, "e"), Shard(0, 4, 0, 1))
 
 def introduce(config: Config) -> None:
     side = SchedulerSide(
-        config, engine_id="e", windows=Windows([(16, 0)]), ranks=1, produces=True, consumes=False
+        config,
+        EngineFacts(
+            engine_id="e", windows=Windows([(16, 0)]), ranks=1, produces=True, consumes=False
+        ),
     )
     side.set_peers((PEER,))
 

@@ -17,6 +17,7 @@ from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
 
@@ -28,11 +29,13 @@ ANOTHER, OURS = torch.zeros(8, 64), torch.ones(8, 64)
 def side() -> SchedulerSide:
     found = SchedulerSide(
         Config(overlap="step"),
-        engine_id="e",
-        windows=Windows([(16, 0)]),
-        ranks=1,
-        produces=True,
-        consumes=False,
+        EngineFacts(
+            engine_id="e",
+            windows=Windows([(16, 0)]),
+            ranks=1,
+            produces=True,
+            consumes=False,
+        ),
     )
     found.set_peers((Peer(Source("127.0.0.1", 7, "e"), Shard(0, 2, 0, 1)),))
     return found

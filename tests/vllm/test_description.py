@@ -15,6 +15,7 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire.params import describe_params, parse_address
 from pd_connector.vllm.connector import PDConnector
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.messages import RankAddress
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
@@ -26,11 +27,13 @@ def answer(*, produces: bool, consumes: bool) -> dict[str, Any]:
     """What a proxy gets from an engine whose two workers have said where they are."""
     side = SchedulerSide(
         Config(),
-        engine_id="e",
-        windows=Windows([(16, 0)]),
-        ranks=2,
-        produces=produces,
-        consumes=consumes,
+        EngineFacts(
+            engine_id="e",
+            windows=Windows([(16, 0)]),
+            ranks=2,
+            produces=produces,
+            consumes=consumes,
+        ),
     )
     connector = object.__new__(PDConnector)
     connector._scheduler, connector._engine_id = side, "e"

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from support.vllm_steps import FETCH
 
 from pd_connector.config import Config
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
 
@@ -33,11 +34,13 @@ def commands(**changes: Any) -> list[Any]:
     }
     side = SchedulerSide(
         Config(overlap="off"),
-        engine_id="e",
-        windows=Windows([(16, 0)]),
-        ranks=1,
-        produces=True,
-        consumes=True,
+        EngineFacts(
+            engine_id="e",
+            windows=Windows([(16, 0)]),
+            ranks=1,
+            produces=True,
+            consumes=True,
+        ),
     )
     side.on_new_request(SimpleNamespace(**known | changes))
     return side._commands

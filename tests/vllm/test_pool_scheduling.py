@@ -933,6 +933,7 @@ def test_a_request_waits_for_what_ranks_tell_after_a_while_without_a_step(
     add(of, "a", 2 * CHUNK_TOKENS + 50)
     of.step(WorkerActivity(models={0: MODEL}))
     assert of.scheduler.requests["a"].num_computed_tokens == 0
+    settle(of)
     of.step()
     assert [fill.stop_token for fill in fills(of)] == [2 * CHUNK_TOKENS]
 

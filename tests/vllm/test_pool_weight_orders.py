@@ -23,7 +23,7 @@ from support.vllm_computing import ComputingEngine, until_over
 from support.vllm_pooled import Make, make
 from vllm.v1.core.sched.interface import PauseState
 
-from pd_connector.agent import weights_reader
+from pd_connector.agent import advertised_model
 from pd_connector.agent.advertised_model import AdvertisedModel
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.kv.model import ModelFacts
@@ -45,7 +45,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.waiting: dict[threading.Thread, threading.Event] = {}
-        self._full = weights_reader.full_fingerprint
+        self._full = advertised_model.full_fingerprint
 
     def full_fingerprint(self, files: Any, cache: Any, stopped: Callable[[], bool]) -> bytes:
         event = self.waiting[threading.current_thread()] = threading.Event()
@@ -181,7 +181,7 @@ def run(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, now: len(missing))
     reads, folders, watches = Reads(), [], []
-    monkeypatch.setattr(weights_reader, "full_fingerprint", reads.full_fingerprint)
+    monkeypatch.setattr(advertised_model, "full_fingerprint", reads.full_fingerprint)
     for number in range(2):
         made = {name: tensor + number for name, tensor in tensors(1).items()}
         folders.append(save(tmp_path / f"model {number}", made))
@@ -210,7 +210,7 @@ def test_no_order_of_events_mixes_kv_of_two_models(run: Callable[[int], Orders],
 
 
 @pytest.mark.parametrize(
-    ("owner", "guard"), [(StalePages, "_evict_all"), (weights_reader.WeightsReader, "stop")]
+    ("owner", "guard"), [(StalePages, "_evict_all"), (advertised_model.WeightsReader, "stop")]
 )
 def test_each_guard_is_needed(
     run: Callable[[int], Orders],

@@ -14,6 +14,7 @@ from vllm import SamplingParams
 
 from pd_connector.agent.commands import Hold
 from pd_connector.config import Config
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
 
@@ -29,10 +30,12 @@ def engine(**changes: Any) -> SchedulerSide:
     known: dict[str, Any] = {"produces": False, "consumes": True}
     return SchedulerSide(
         Config(overlap="off", defer_pages=False),
-        engine_id="e",
-        windows=Windows([(16, 0)]),
-        ranks=1,
-        **known | changes,
+        EngineFacts(
+            engine_id="e",
+            windows=Windows([(16, 0)]),
+            ranks=1,
+            **known | changes,
+        ),
     )
 
 
@@ -128,7 +131,7 @@ def test_what_has_its_content_is_computed_where_it_is(data: dict[str, Any] | Non
 
 
 @pytest.mark.parametrize(
-    "engines", [{"encoded_elsewhere": True}, {"consumes": False, "produces": True}]
+    "engines", [{"embeddings_come": True}, {"consumes": False, "produces": True}]
 )
 def test_engines_that_have_embeddings_or_take_no_such_requests(engines: dict[str, bool]) -> None:
     side, bare = engine(**engines), request(SIZES, None)

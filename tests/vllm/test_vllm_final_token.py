@@ -16,6 +16,7 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.final_token import FinalToken
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
 
@@ -45,11 +46,13 @@ def finished(**changes: Any) -> Any:
 def last_command(request: Any) -> Any:
     side = SchedulerSide(
         Config(overlap="off"),
-        engine_id="e",
-        windows=Windows([(PAGE, 0)]),
-        ranks=1,
-        produces=True,
-        consumes=False,
+        EngineFacts(
+            engine_id="e",
+            windows=Windows([(PAGE, 0)]),
+            ranks=1,
+            produces=True,
+            consumes=False,
+        ),
     )
     side.set_peers((Peer(Source("127.0.0.1", 7000, "e"), Shard(0, 4, 0, 1)),))
     side.on_new_request(request)
@@ -62,16 +65,16 @@ def test_the_last_offer_has_the_first_token_under_the_room_of_the_other_engine()
     assert isinstance(offer, Offer)
     assert offer.final
     assert offer.transfer == ROOM
-    assert offer.words == FinalToken(ROOM, offer.identity, 417)
-    assert offer.words.problem(offer.transfer, offer.identity) is None
+    assert offer.final_token == FinalToken(ROOM, offer.identity, 417)
+    assert offer.final_token.problem(offer.transfer, offer.identity) is None
 
 
 def test_of_several_tokens_it_is_the_first() -> None:
-    assert last_command(finished(output_token_ids=[5, 6, 7])).words.first_token == 5
+    assert last_command(finished(output_token_ids=[5, 6, 7])).final_token.first_token == 5
 
 
 def test_a_prefill_that_has_no_token_tells_none() -> None:
-    assert last_command(finished(output_token_ids=[])).words is None
+    assert last_command(finished(output_token_ids=[])).final_token is None
 
 
 def test_a_prefill_that_was_aborted_offers_nothing() -> None:

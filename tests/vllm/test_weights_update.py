@@ -16,6 +16,7 @@ from pd_connector.config import Config
 from pd_connector.kv.model import model_problem
 from pd_connector.memory.parameters import loaded_full_fingerprint
 from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.identity.model import loaded_weights
 from pd_connector.vllm.identity.weight_loads import LOADS
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
@@ -33,7 +34,9 @@ def step(scheduled, scheduler):
 def scheduler():
     sides = {"produces": True, "consumes": True}
     windows = Windows([(16, 0)])
-    return SchedulerSide(Config(overlap="off"), engine_id="e", windows=windows, ranks=1, **sides)
+    return SchedulerSide(
+        Config(overlap="off"), EngineFacts(engine_id="e", windows=windows, ranks=1, **sides)
+    )
 
 
 def test_weights_are_looked_at_in_the_first_step_that_computes_after_a_reset():

@@ -10,5 +10,14 @@
 - `core`: costs of the connector's parts
 - `kernels`: the GPU kernels, checked and measured: `python -m pd_bench.kernels`
 
-`pd-connector bench wire` comes with pd-connector itself, and so does what all of them share: `pd_connector/tools/bench`.
+- `wire`: the same as pd-connector's own `bench wire`, which it replaces, beside NIXL and plain TCP, also over a limited link
+
+What all of them share:
+
+- `sample`: repeated measurements of one quantity
+- `report`: comparisons as a table, as JSON rows, and against their bars
+- `machine`: the hardware of the measurement, and the other load on it
+- `command_output`: what every command prints, and its exit codes
+- `party`: a process that answers calls
+- `netns`: two network namespaces joined by a limited link
 """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from pd_bench.report import BenchError
 from pd_connector.protocol.wire.params import (
     ProducerAddress,
     decode_params,
@@ -19,7 +20,6 @@ from pd_connector.protocol.wire.params import (
     parse_address,
     prefill_params,
 )
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Client
 
 DECODED_TOKENS = 2  # the first ends the measurement, the second shows that decoding continues
@@ -103,8 +103,8 @@ def _prefill(
 
 
 def _decode(client: Client, body: Mapping[str, Any], params: Mapping[str, Any]) -> _Decoded:
-    told = _with_own(body, params)
-    request = {**body, "max_tokens": DECODED_TOKENS, "kv_transfer_params": told}
+    transfer = _with_own(body, params)
+    request = {**body, "max_tokens": DECODED_TOKENS, "kv_transfer_params": transfer}
     texts: list[str] = []
     first_at = 0.0
     for event in client.stream(_PATH, request):

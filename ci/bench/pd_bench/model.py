@@ -51,10 +51,10 @@ def write_weights(folder: Path) -> None:
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": place}
         parts.append(data)
         start += len(data)
-    told = json.dumps(header).encode()
-    told = told.ljust(-(-len(told) // 8) * 8)
+    header_bytes = json.dumps(header).encode()
+    header_bytes = header_bytes.ljust(-(-len(header_bytes) // 8) * 8)
     path = folder / "model.safetensors"
-    path.write_bytes(len(told).to_bytes(8, "little") + told + b"".join(parts))
+    path.write_bytes(len(header_bytes).to_bytes(8, "little") + header_bytes + b"".join(parts))
 
 
 def _shapes() -> Iterator[tuple[str, list[int]]]:

@@ -10,8 +10,8 @@ def installed_version(environment: Path, package: str) -> str:
     python = environment / "bin" / "python"
     if not python.exists():
         return ""
-    asked = f"from importlib.metadata import version; print(version('{package}'))"
-    done = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=False)
+    program = f"from importlib.metadata import version; print(version('{package}'))"
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

@@ -2,7 +2,6 @@
 """The door to SGLang: `--decode-attention-backend pd_kernels` decodes with the kernels of
 `pd_kernels.attention`. SGLang's own backend, `--attention-backend`, computes prompts.
 
-`plugin.py` is the entry point. `backend.py` holds the two backends, keys and values or MLA;
-`page_tables.py` makes block tables from SGLang's token tables; `refusals.py` lists unsupported
-cases.
+`plugin.py` is the entry point. `backend.py` holds the two backends, keys and values or MLA, and
+their block tables, made from SGLang's token tables; `refusals.py` lists unsupported cases.
 """

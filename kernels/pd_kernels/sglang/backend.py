@@ -6,7 +6,7 @@ backends only for decodes. On a CPU they compute with the references in torch.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -17,8 +17,57 @@ from pd_kernels.attention import DecodePlan, Mod, paged_decode, plan_paged_decod
 from pd_kernels.attention.mla import mla_decode, plan_mla_decode
 from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.attention.paged_call import DIMS, FP8
-from pd_kernels.sglang.page_tables import FixedTables, PageTables
 from pd_kernels.sglang.refusals import engine_refusals, layer_refusals, refuse
+
+
+class PageTables(NamedTuple):
+    """The places of the KV of a step's requests.
+
+    Attributes:
+        table: int32 `[requests, pages]`.
+        lengths: `[requests]`, tokens of KV, the new one included.
+    """
+
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, forward_batch: Any, req_to_token: torch.Tensor, page_size: int) -> "PageTables":
+        """The tables of a batch of decodes.
+
+        Args:
+            forward_batch: SGLang's `ForwardBatch`.
+            req_to_token: `[request rows, tokens]`, the slot of each token.
+        """
+        lengths = forward_batch.seq_lens
+        known = forward_batch.seq_lens_cpu
+        longest = req_to_token.shape[1] if known is None else int(known.max())
+        slots = req_to_token[forward_batch.req_pool_indices, :longest:page_size]
+        return cls((slots // page_size).to(torch.int32), lengths)
+
+
+class FixedTables:
+    """Tables that stay at one address, for CUDA graphs of decodes.
+
+    Args:
+        requests: requests of the largest captured batch.
+        tokens: tokens of the longest sequence.
+    """
+
+    def __init__(self, requests: int, tokens: int, page_size: int, device: Any) -> None:
+        pages = -(-tokens // page_size)
+        self._page_size = page_size
+        self._table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
+        self._lengths = torch.ones(requests, dtype=torch.int32, device=device)
+
+    def fill(self, forward_batch: Any, req_to_token: torch.Tensor) -> PageTables:
+        """Write the tables of a batch, and return views of the batch's size."""
+        count = len(forward_batch.req_pool_indices)
+        slots = req_to_token[forward_batch.req_pool_indices, :: self._page_size]
+        self._table[:count, : slots.shape[1]] = slots // self._page_size
+        self._lengths[:count] = forward_batch.seq_lens
+        return PageTables(self._table[:count], self._lengths[:count])
+
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 

@@ -107,7 +107,7 @@ class Auditor:
             logger.info("audit of engine %s passed: %s", names or "(unnamed)", comparison)
             finished = self._more(finished, comparison)
         elif cause is Cause.AUDIT and comparison.counterparts:
-            told = ", ".join(sorted({one.told for one in comparison.counterparts}))
+            told = ", ".join(sorted({one.model_text for one in comparison.counterparts}))
             here = described(self._facts)
             detail = f"{finished.detail}; the model here: {here}; at the producer: {told}"
             finished = finished._replace(detail=detail)

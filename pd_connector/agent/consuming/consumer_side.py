@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consuming half of an agent: carries out what its state machine wants.
 
-`session_keeper` keeps its sessions with producers, and `chunk_receiver` takes chunks in.
+`session_keeper` keeps its sessions with producers, and `receive_pipeline` takes chunks in.
 """
 
 import logging
@@ -11,15 +11,13 @@ from typing import Any
 
 from pd_connector.agent.commands import Distrust, Drop, Hold
 from pd_connector.agent.consuming.auditor import Auditor
-from pd_connector.agent.consuming.chunk_receiver import ChunkReceiver
 from pd_connector.agent.consuming.consumer_commands import ConsumerCommands
 from pd_connector.agent.consuming.dialler import Dialler
-from pd_connector.agent.consuming.load_ends import LoadEnds
 from pd_connector.agent.consuming.name_queue import NameQueue
 from pd_connector.agent.consuming.open_sessions import OpenSessions
-from pd_connector.agent.consuming.outage import OutageWatch
+from pd_connector.agent.consuming.outage import LoadEnds, OutageWatch
 from pd_connector.agent.consuming.pair_counts import PairCounts
-from pd_connector.agent.consuming.receive_pipeline import ReceivePipeline
+from pd_connector.agent.consuming.receive_pipeline import ChunkReceiver, ReceivePipeline
 from pd_connector.agent.consuming.session_keeper import SessionKeeper
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.page_gate import PageGate
@@ -36,8 +34,8 @@ from pd_connector.protocol.consuming.incoming import (
     Dial,
     Finished,
     Held,
+    IncomingChunk,
     Load,
-    PlaceChunk,
     Stalled,
     Tell,
 )
@@ -77,7 +75,7 @@ class ConsumerSide:
             self._pool,
             one_sided,
             shards,
-            needs_words=bool(resources.identity.needs),
+            needs_final_token=bool(resources.identity.needs),
             audits=resources.audits,
         )
         self._dialler = Dialler(resources)
@@ -232,9 +230,9 @@ class ConsumerSide:
                         self._sessions.send(session, message)
                     if isinstance(message, messages.Open):
                         self._note_choice(source, message)
-                case PlaceChunk() as place:
+                case IncomingChunk() as chunk:
                     pending.extend(
-                        self._consumer.landings.placed(place, *self._receiver.place(place), now)
+                        self._consumer.landings.placed(chunk, *self._receiver.place(chunk), now)
                     )
                 case Stalled(source):
                     self._keeper.stalled(source, now)

@@ -5,7 +5,7 @@
 import logging
 from collections.abc import Sequence
 
-from pd_connector.agent.consuming.receive_pipeline import ReceivePath
+from pd_connector.agent.consuming.open_session import ReceivePath
 from pd_connector.agent.handshake import RefusedError, check_welcome, hello
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
@@ -114,7 +114,7 @@ class Dialler:
             way=way,
             engine_id=welcome.engine_id,
             model=model_digest(facts),
-            told=described(facts),
+            model_text=described(facts),
             plain=plain,
             choice=CodecChoice(bytes_per_token(plain) / bytes_per_token(routes)) if plain else None,
         )

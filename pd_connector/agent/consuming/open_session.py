@@ -2,14 +2,24 @@
 """One connection to a producer, from dialling to its end."""
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from pd_connector.agent.consuming.receive_pipeline import ReceivePath
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.consuming.incoming import ProducerSession
 from pd_connector.protocol.wire.peers import Source
+from pd_connector.transport.base import Transport
+
+
+class ReceivePath(NamedTuple):
+    """How chunks come from a producer."""
+
+    transport: Transport
+    expected: Hashable  # the transport's handle of the producer
+    own: bool = False  # only this process writes into landing slots: it reads chunks from the producer's memory
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts what came from each rank of each prefill engine."""
 
-from pd_connector.protocol.consuming.incoming import Finished, PlaceChunk
+from pd_connector.protocol.consuming.incoming import Finished, IncomingChunk
 from pd_connector.protocol.wire.peers import Source
 from pd_connector.telemetry import Telemetry
 
@@ -18,12 +18,12 @@ class PairCounts:
         self._telemetry = telemetry
         self._known: set[str] = set()
 
-    def received(self, place: PlaceChunk) -> None:
+    def received(self, chunk: IncomingChunk) -> None:
         """A chunk has been verified."""
-        producer = self._name(place.source)
-        prompt = "computing" if place.early else "computed"
+        producer = self._name(chunk.source)
+        prompt = "computing" if chunk.early else "computed"
         self._telemetry.count("pair_chunks", producer=producer, prompt=prompt)
-        codec, nbytes = place.route.codec, place.header.nbytes
+        codec, nbytes = chunk.route.codec, chunk.header.nbytes
         self._telemetry.count("pair_bytes", nbytes, producer=producer, codec=codec)
 
     def ended(self, finished: Finished) -> None:

@@ -1,38 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Incoming chunks: which are being read, and how they get into pages and are verified."""
+"""An incoming chunk, from the transport that delivered it into the pages of this engine.
+
+`ChunkReceiver` takes what has landed, asks the state machine whether it is believed, and reports how it ended.
+`ReceivePipeline` brings the bytes into pages and verifies them. Both pass one record on: `IncomingChunk`.
+"""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from pd_connector.agent.confined import confined
+from pd_connector.agent.consuming.open_session import OpenSession, ReceivePath
+from pd_connector.agent.consuming.open_sessions import OpenSessions
 from pd_connector.agent.consuming.pair_counts import PairCounts
-from pd_connector.agent.page_gate import PageGate, RevokedError
-from pd_connector.errors import Cause, TransportError
+from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
+from pd_connector.agent.resources import RankResources
+from pd_connector.errors import Cause, MalformedMessageError, TransportError
 from pd_connector.kv.coding import coarsest
 from pd_connector.memory.destination import Destination
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.consuming.audit import Distance
-from pd_connector.protocol.consuming.incoming import Load, PlaceChunk
+from pd_connector.protocol.consuming.consumer import Consumer
+from pd_connector.protocol.consuming.incoming import Action, IncomingChunk, Load
 from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.header import decode_header
 from pd_connector.protocol.wire.peers import Source
 from pd_connector.telemetry import Telemetry
-from pd_connector.transport.base import LEAST_PIECE_BYTES, Transport
+from pd_connector.transport.base import LEAST_PIECE_BYTES, Landed
 from pd_kernels.checksum import checksum_of
+
+logger = logging.getLogger("pd_connector.agent.consuming.chunk_receiver")
 
 Key = tuple[Source, int]
 """The producer that leaves a chunk to be read, and the landing slot that was granted for it."""
-
-
-class ReceivePath(NamedTuple):
-    """How chunks come from a producer."""
-
-    transport: Transport
-    expected: Hashable  # the transport's handle of the producer
-    own: bool = False  # only this process writes into landing slots: it reads chunks from the producer's memory
 
 
 class ChunkPages(Destination):
@@ -41,13 +47,13 @@ class ChunkPages(Destination):
 
     def __init__(
         self,
-        place: PlaceChunk,
+        chunk: IncomingChunk,
         pieces: Pieces,
         gate: PageGate,
-        awaited: Callable[[PlaceChunk], bool],
+        awaited: Callable[[IncomingChunk], bool],
     ) -> None:
         self.nbytes = pieces.nbytes
-        self._place = place
+        self._chunk = chunk
         self._pieces = pieces
         self._gate = gate
         self._awaited = awaited
@@ -56,31 +62,31 @@ class ChunkPages(Destination):
     @contextlib.contextmanager
     def memory(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
         with contextlib.ExitStack() as touching:
-            if not self._awaited(self._place):
+            if not self._awaited(self._chunk):
                 yield ()
                 return
             try:
-                touching.enter_context(self._gate.touching(self._place.request))
+                touching.enter_context(self._gate.touching(self._chunk.request))
             except RevokedError:
                 yield ()
                 return
             yield list(self._pieces.buffers(start, stop))
             self._filled += stop - start
 
-    def filled_as(self, place: PlaceChunk) -> bool:
-        """Whether all of this chunk, and no other one, was written into these pages."""
+    def filled_with(self, chunk: IncomingChunk) -> bool:
+        """Whether all of this chunk, and no other chunk, was written into these pages."""
         # The prompt may have been computed to its end since the chunk began to arrive.
-        same = self._place._replace(payload=None, verified=True, early=place.early)
-        return self._filled == self.nbytes and same == place._replace(payload=None)
+        arrived = self._chunk._replace(payload=None, verified=True, early=chunk.early)
+        return self._filled == self.nbytes and arrived == chunk._replace(payload=None)
 
 
 class ReceivePipeline:
-    """Used by the agent's thread only.
+    """Brings chunks into pages. Used by the agent's thread only.
 
     Args:
-        codecs: in which KV may have passed that is used here.
+        codecs: this engine uses only KV that has passed in one of these codecs.
 
-    How a chunk gets into pages, by the type of `PlaceChunk.payload`:
+    How a chunk gets into pages, by the type of `IncomingChunk.payload`:
 
     | payload | the producer's way (`SendPipeline`) | into pages | checksum that is compared |
     |---|---|---|---|
@@ -104,15 +110,16 @@ class ReceivePipeline:
         self._telemetry = telemetry
         self._pairs = pairs
         self._reading: dict[Key, int] = {}  # the number that `Taken` repeats
-        self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: its request, and the fence
+        self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: (request, fence)
 
     def fill_after(self, load: Load, fence: Any) -> None:
-        """The load's pages are filled after the work that `fence` stands for: it may still write
-        them for the request that had them before."""
+        """Fill the load's pages only after the device's work before `fence`: that work may still write them for the
+        request that had them before."""
         self._loads.setdefault(load.transfer, (load.request, fence))
 
     def forget(self, request: str) -> None:
-        self._loads = {t: known for t, known in self._loads.items() if known[0] != request}
+        """Forget what `fill_after` said of this request."""
+        self._loads = {t: load for t, load in self._loads.items() if load[0] != request}
 
     def is_reading(self, source: Source, slot: int) -> bool:
         """Whether a chunk that this producer left for this slot is being read."""
@@ -121,9 +128,14 @@ class ReceivePipeline:
     def begin_read(
         self, source: Source, path: ReceivePath, left: messages.LeftInSlot | messages.LeftInPages
     ) -> Pieces | None:
-        """Begin to read a chunk. Returns where it lies, if it is read from pages, at once.
+        """Begin to read a chunk that the producer left.
 
-        Raises TransportError if the read cannot start.
+        Returns:
+            The producer's pages, if the chunk lies there; the caller copies it at once. None if it lies in a send
+            slot: the transport has begun to read it.
+
+        Raises:
+            TransportError: the read cannot start.
         """
         self._reading[source, left.slot] = left.number
         if isinstance(left, messages.LeftInPages):
@@ -133,8 +145,8 @@ class ReceivePipeline:
         return None
 
     def end_read(self, slot: int) -> list[tuple[Source, messages.Taken]]:
-        """The chunk that was left for this landing slot has been read, or is not wanted.
-        Returns whom to tell, and what."""
+        """The chunk that was left for this landing slot has been read, or is not wanted. Returns the messages for its
+        producer."""
         keys = [key for key in self._reading if key[1] == slot]
         return [(key[0], messages.Taken(self._reading.pop(key))) for key in keys]
 
@@ -142,8 +154,9 @@ class ReceivePipeline:
         """The session has ended: forget what this producer left to be read."""
         self._reading = {key: number for key, number in self._reading.items() if key[0] != source}
 
-    def place(self, place: PlaceChunk, path: ReceivePath) -> tuple[Cause | None, str]:
-        """Scatter, or compare, and verify one chunk; returns what was wrong with it.
+    def place(self, chunk: IncomingChunk, path: ReceivePath) -> tuple[Cause | None, str]:
+        """Write one chunk into its pages, or compare it with them, and verify it. Returns what was wrong with it, as
+        (cause, detail).
 
         The checksum is formed after the copy, because a peer that was given up may still write into the
         slot. The checksum shows what it writes before or during the copy. Wrong bytes in the load's own
@@ -151,8 +164,8 @@ class ReceivePipeline:
 
         Raises AbandonedError if the engine has given the agent up: the pages may be another's.
         """
-        request, fence = self._loads[place.header.transfer]
-        passed = place.header.passed
+        request, fence = self._loads[chunk.header.transfer]
+        passed = chunk.header.passed
         if passed not in self._codecs:
             return (
                 Cause.CODEC,
@@ -160,103 +173,230 @@ class ReceivePipeline:
             )
         try:
             with self._gate.touching(request):
-                checksum, distances = self._fill(place, path, fence)
+                checksum, distances = self._fill(chunk, path, fence)
         except TransportError as error:
             return Cause.TRANSPORT, str(error)
-        if checksum != place.header.checksum:
-            detail = f"chunk {place.header.sequence} of transfer {place.header.transfer}"
+        if checksum != chunk.header.checksum:
+            detail = f"chunk {chunk.header.sequence} of transfer {chunk.header.transfer}"
             return Cause.CHECKSUM, f"{detail} is corrupt"
-        if place.comparison is not None:
-            place.comparison.note(place.route, distances, passed)
+        if chunk.comparison is not None:
+            chunk.comparison.note(chunk.route, distances, passed)
         else:
-            self._cache.passed = coarsest((self._cache.passed, passed, place.route.error_of))
+            self._cache.passed = coarsest((self._cache.passed, passed, chunk.route.error_of))
         self._telemetry.count("received_chunks")
-        self._telemetry.count("received_bytes", place.header.nbytes)
-        self._pairs.received(place)
+        self._telemetry.count("received_bytes", chunk.header.nbytes)
+        self._pairs.received(chunk)
         return None, ""
 
     def _fill(
-        self, place: PlaceChunk, path: ReceivePath, fence: Any
+        self, chunk: IncomingChunk, path: ReceivePath, fence: Any
     ) -> tuple[bytes, Sequence[Distance]]:
-        """Fill the chunk's pages, or compare with them, in the way that `ReceivePipeline` says; returns the checksum of what
-        was copied, and the distances if it was compared.
+        """Fill the chunk's pages, or compare it with them (`ReceivePipeline` has the ways).
 
-        Raises TransportError if it cannot be copied.
+        Returns:
+            The checksum of the bytes that were copied, and the distances if the chunk was compared.
+
+        Raises:
+            TransportError: the chunk cannot be copied.
         """
-        payload = place.payload
+        payload = chunk.payload
         assert payload is not None  # it has landed
         if isinstance(payload, Destination):
-            if not (isinstance(payload, ChunkPages) and payload.filled_as(place)):
+            if not (isinstance(payload, ChunkPages) and payload.filled_with(chunk)):
                 raise TransportError("its pages were taken back while it arrived")
             return b"", ()
         if isinstance(payload, Pieces):
-            if place.comparison is None:
-                return self._pull(place, payload, path), ()
-            return self._pull_apart(place, payload, path, fence)
+            if chunk.comparison is None:
+                return self._pull(chunk, payload, path), ()
+            return self._pull_apart(chunk, payload, path, fence)
         distances: Sequence[Distance] = ()
-        where = place.route, place.chunk, place.pages, payload, fence
-        if place.comparison is None:
-            self._cache.scatter(*where)
+        if chunk.comparison is None:
+            self._cache.scatter(chunk.route, chunk.planned, chunk.pages, payload, fence)
         else:
-            distances = self._cache.compare(*where)
-        if place.verified and not place.header.checksum:
+            distances = self._compare(chunk, payload, fence)
+        if chunk.verified and not chunk.header.checksum:
             # Its transport has checked every byte, and no other process can write them.
             return b"", distances
         return self._cache.last_checksum or _checksum(payload), distances
 
     def destination(
-        self, place: PlaceChunk, awaited: Callable[[PlaceChunk], bool]
+        self, chunk: IncomingChunk, awaited: Callable[[IncomingChunk], bool]
     ) -> Destination | None:
-        """The pages of a chunk that arrives over a transport that verifies it; None where it has to
-        be scattered, or compared, or summed when it is complete.
+        """The pages of a chunk that arrives over a transport that verifies it. None if the chunk has to be scattered,
+        compared or summed when it is complete.
 
         Args:
-            awaited: whether the chunk is still wanted in these pages.
+            awaited: says whether the chunk can still be written into these pages (`Landings.awaits`).
         """
-        if place.comparison is not None or place.header.checksum:
+        if chunk.comparison is not None or chunk.header.checksum:
             return None
-        route = place.route
-        where = route.destination, route.destination_head, route, place.chunk, place.pages
         try:
-            pieces = self._cache.pieces(*where)
-        except IndexError:  # not a page of this cache: that is told when the chunk has landed
+            pieces = self._pieces(chunk)
+        except IndexError:  # not a page of this cache: reported when the chunk has landed
             return None
         if pieces is None or pieces.piece_bytes < LEAST_PIECE_BYTES:
             return None
-        return ChunkPages(place, pieces, self._gate, awaited)
+        return ChunkPages(chunk, pieces, self._gate, awaited)
 
-    def _pull(self, place: PlaceChunk, theirs: Pieces, path: ReceivePath) -> bytes:
-        """Copy a chunk from the producer's pages into ours; returns the checksum of ours.
+    def _pull(self, chunk: IncomingChunk, payload: Pieces, path: ReceivePath) -> bytes:
+        """Copy a chunk from the producer's pages into its own; returns the checksum of its own pages.
 
         Raises TransportError if it cannot be copied.
         """
-        route = place.route
-        ours = self._cache.pieces(
-            route.destination, route.destination_head, route, place.chunk, place.pages
-        )
-        if ours is None:
+        pieces = self._pieces(chunk)
+        if pieces is None:
             raise TransportError(
                 "pages were left to be read, and those here are not in host memory"
             )
-        self._telemetry.count("pulled_pieces", len(ours.addresses))
-        return path.transport.pull(path.expected, theirs, ours)
+        self._telemetry.count("pulled_pieces", len(pieces.addresses))
+        return path.transport.pull(path.expected, payload, pieces)
 
     def _pull_apart(
-        self, place: PlaceChunk, theirs: Pieces, path: ReceivePath, fence: Any
+        self, chunk: IncomingChunk, payload: Pieces, path: ReceivePath, fence: Any
     ) -> tuple[bytes, list[Distance]]:
-        """Copy a chunk from the producer's pages into memory of its own, and compare it with ours.
+        """Copy a chunk from the producer's pages into new memory, and compare it with its own pages.
 
-        Raises TransportError if it cannot be copied.
+        Returns:
+            The checksum of the copy, and the distances.
+
+        Raises:
+            TransportError: the chunk cannot be copied.
         """
-        memory = np.empty(place.header.nbytes, np.uint8)
-        whole = Pieces(np.array([memory.ctypes.data], np.uint64), memory.nbytes)
-        self._telemetry.count("pulled_pieces", len(theirs.addresses))
-        checksum = path.transport.pull(path.expected, theirs, whole)
-        payload = memoryview(memory.data).toreadonly()
-        where = place.route, place.chunk, place.pages, payload, fence
-        return checksum, self._cache.compare(*where)
+        memory = np.empty(chunk.header.nbytes, np.uint8)
+        pieces = Pieces(np.array([memory.ctypes.data], np.uint64), memory.nbytes)
+        self._telemetry.count("pulled_pieces", len(payload.addresses))
+        checksum = path.transport.pull(path.expected, payload, pieces)
+        return checksum, self._compare(chunk, memoryview(memory.data).toreadonly(), fence)
+
+    def _compare(self, chunk: IncomingChunk, payload: Payload, fence: Any) -> list[Distance]:
+        return self._cache.compare(chunk.route, chunk.planned, chunk.pages, payload, fence)
+
+    def _pieces(self, chunk: IncomingChunk) -> Pieces | None:
+        """The chunk's own pages, as memory in the order of its payload; None if they are not in host memory.
+
+        Raises IndexError if a page is outside this cache.
+        """
+        route = chunk.route
+        return self._cache.pieces(
+            route.destination, route.destination_head, route, chunk.planned, chunk.pages
+        )
 
 
 def _checksum(payload: Payload) -> bytes:
-    assert isinstance(payload, memoryview)  # what lies on a device was summed there
+    assert isinstance(payload, memoryview)  # a payload on a device was summed there
     return checksum_of(payload)
+
+
+class ChunkReceiver:
+    """Takes chunks in: decodes their headers, asks the state machine of a consumer whether they are believed, and has
+    them placed. Used by the agent's thread only.
+
+    Args:
+        act: carries out the state machine's actions.
+    """
+
+    def __init__(
+        self,
+        resources: RankResources,
+        consumer: Consumer,
+        receive_pipeline: ReceivePipeline,
+        sessions: OpenSessions,
+        act: Callable[[Sequence[Action], float], None],
+    ) -> None:
+        self._telemetry = resources.telemetry
+        self._cache = resources.cache
+        self._consumer = consumer
+        self._receive_pipeline = receive_pipeline
+        self._sessions = sessions
+        self._act = act
+
+    def read_left(
+        self,
+        session: OpenSession,
+        left: messages.LeftInSlot | messages.LeftInPages,
+        now: float,
+    ) -> None:
+        """Read a chunk that the producer left: from its send slot into the landing slot that was granted for it,
+        or from its pages straight into ours.
+
+        Raises TransportError if the read cannot start.
+        """
+        source = session.source
+        granted = self._consumer.granted(source, left.transfer, left.slot)
+        reading = self._receive_pipeline.is_reading(source, left.slot)
+        if session.path is None or not granted or reading:
+            self._sessions.send(session, messages.Taken(left.number))
+            return
+        payload = self._receive_pipeline.begin_read(source, session.path, left)
+        if payload is not None:
+            self._take_in(Landed(left.header, left.slot, payload), now)
+
+    def landed(self, landed: Sequence[Landed], now: float) -> None:
+        """Chunks have landed. Each is used only if it fits the plan and its checksum is right."""
+        for number, chunk in enumerate(landed, 1):
+            following = landed[number] if number < len(landed) else None
+            if following and not following.problem and isinstance(following.payload, Payload):
+                self._cache.scatter_next(following.payload)
+            give_up = partial(self._give_up, chunk, now)
+            with confined(self._telemetry, "taking in a chunk", give_up):
+                self._take_in(chunk, now)
+        self._cache.settle()
+
+    def destination(self, encoded: bytes, slot: int, nbytes: int) -> Destination | None:
+        """The pages of a chunk that begins to arrive, if it may be decrypted into them."""
+        try:
+            header = decode_header(encoded)
+        except MalformedMessageError:
+            return None  # it will be dropped when it has landed
+        landings = self._consumer.landings
+        chunk = landings.expected(header, slot) if header.nbytes == nbytes else None
+        return chunk and self._receive_pipeline.destination(chunk, landings.awaits)
+
+    def place(self, chunk: IncomingChunk) -> tuple[Cause | None, str]:
+        """Write a chunk into its pages. Returns what was wrong with it, as (cause, detail)."""
+        session = self._sessions.get(chunk.source)
+        assert session is not None
+        assert session.path is not None  # it has been granted the slot
+        try:
+            return self._receive_pipeline.place(chunk, session.path)
+        except RevokedError:
+            return Cause.ABORTED, "the request was dropped"
+        except AbandonedError:
+            raise
+        except Exception as error:  # a codec or transport, which may be another package's
+            logger.exception("a chunk of transfer %s was not placed", chunk.header.transfer)
+            self._telemetry.count("session_errors")
+            return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
+
+    def _take_in(self, landed: Landed, now: float) -> None:
+        slot, problem = landed.slot, landed.problem
+        try:
+            header = decode_header(landed.header)
+        except MalformedMessageError as error:
+            # Not the exception itself: its frames would keep the slot's memory.
+            logger.warning("chunk with an unreadable header dropped: %s", str(error))
+            self._telemetry.count("stale_chunks", cause=Cause.MALFORMED_MESSAGE)
+            self._tell_taken(slot)
+            return
+        if problem:
+            logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
+        actions = self._consumer.landings.landed(
+            header, slot, landed.payload, now, problem=problem, verified=landed.verified
+        )
+        if not actions:
+            self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
+        self._act(actions, now)
+        self._tell_taken(slot)
+
+    def _give_up(self, landed: Landed, now: float) -> None:
+        """An error with a chunk ends its transfer."""
+        transfer = decode_header(landed.header).transfer
+        detail = "an unexpected error, see this log"
+        self._act(self._consumer.give_up(transfer, detail, now), now)
+        self._tell_taken(landed.slot)
+
+    def _tell_taken(self, slot: int) -> None:
+        """Tell the producer that a chunk has been read, if one was left for this landing slot."""
+        for source, taken in self._receive_pipeline.end_read(slot):
+            if session := self._sessions.get(source):
+                self._sessions.send(session, taken)

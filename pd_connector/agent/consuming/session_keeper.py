@@ -141,7 +141,7 @@ class SessionKeeper:
         session.patience_s = welcome.lease_ms / 1000 or unsaid_s
         self._next_heartbeat = min(self._next_heartbeat, now + self._heartbeat_interval_s)
         # The others may be due much later than this producer waits that has not heard when.
-        next_s, wanted = self._next_heartbeat - now, self._consumer.wanted(session.source)
+        next_s, wanted = self._next_heartbeat - now, self._consumer.transfers_of(session.source)
         self._sessions.send_heartbeat(session, wanted, now, max(0.0, next_s))
         self._sessions.agreed(session)
         self._peer_backoff.answered(session.source)
@@ -183,7 +183,9 @@ class SessionKeeper:
         if now >= self._next_heartbeat:
             next_s = self._heartbeat_interval_s
             self._next_heartbeat = now + next_s
-            self._sessions.send_heartbeats(self._consumer.wanted, now, next_s, hurried=hurried)
+            self._sessions.send_heartbeats(
+                self._consumer.transfers_of, now, next_s, hurried=hurried
+            )
         self._sessions.look_for_answers(now)
 
     @property

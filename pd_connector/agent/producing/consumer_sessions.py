@@ -2,11 +2,11 @@
 """A producer's sessions with consumers, from `Hello` to their end."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pd_connector.agent.handshake import RefusedError, check_hello, connect
-from pd_connector.agent.producing.in_flight import SendPath
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause
 from pd_connector.kv.coding import RAW, permitted
@@ -20,6 +20,14 @@ LAST_MESSAGES_S = 0.2
 """A consumer's connection has ended: within this time all that it said before is handled."""
 _LATE = 1.5
 """A consumer says when its next heartbeat comes. After this multiple of that time in silence it is lost."""
+
+
+class SendPath(NamedTuple):
+    """How chunks get to a consumer."""
+
+    transport: Transport
+    link: Hashable  # the transport's handle of the consumer
+    read: bool  # chunks are left for the consumer to read
 
 
 @dataclass(slots=True)

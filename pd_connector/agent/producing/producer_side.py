@@ -4,18 +4,16 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 
 from pd_connector.agent.confined import confined
 from pd_connector.agent.handshake import RefusedError
 from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.chunk_sender import ChunkSender
 from pd_connector.agent.producing.consumer_sessions import ConsumerSessions
-from pd_connector.agent.producing.in_flight import LEFT
 from pd_connector.agent.producing.producer_commands import ProducerCommands
-from pd_connector.agent.producing.refusals import Refusals, one_line
-from pd_connector.agent.producing.send_pipeline import SendPipeline
+from pd_connector.agent.producing.send_pipeline import LEFT, ChunkSender, SendPipeline
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Listener
 from pd_connector.errors import Cause, MalformedMessageError
@@ -25,11 +23,51 @@ from pd_connector.memory.slab import Slab
 from pd_connector.protocol.producing.outgoing import Action, Free, Reply
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
+from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import Transport, Written
 
 logger = logging.getLogger("pd_connector.agent.producing.producer_side")
 
 _MAX_DETAIL = 1024  # characters of a refusal, which may quote what a peer sent
+
+
+EVERY_S = 60.0
+MOST_LINES = 5
+"""Lines of one cause within `EVERY_S`; the rest become one line, once that time is over."""
+
+
+@dataclass
+class _Told:
+    since: float
+    lines: int = 0
+    unsaid: int = 0
+
+
+class Refusals:
+    """Used by the agent's thread only."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._told: dict[Cause, _Told] = {}
+
+    def refused(self, cause: Cause, detail: str, now: float) -> None:
+        """A session is refused; `detail` may repeat what a stranger sent."""
+        self._telemetry.count("rejected_sessions", cause=cause)
+        told = self._told.setdefault(cause, _Told(now))
+        if now - told.since >= EVERY_S:
+            if told.unsaid:
+                logger.warning("sessions refused (%s): %d more of them", cause, told.unsaid)
+            told = self._told[cause] = _Told(now)
+        if told.lines == MOST_LINES:
+            told.unsaid += 1
+            return
+        told.lines += 1
+        logger.warning("session refused (%s): %s", cause, one_line(detail))
+
+
+def one_line(text: str) -> str:
+    """The text with its control characters and ends of lines escaped, whatever a log's reader takes for one."""
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
 
 class ProducerSide:
@@ -203,9 +241,9 @@ class ProducerSide:
 
     def send(self, now: float) -> None:
         """Start as many writes as there are send slots and credits."""
-        for send in self._sender.ready():
-            with self._ending_on_error(send.session, now):
-                self._sender.send(send, now)
+        for chunk in self._sender.ready():
+            with self._ending_on_error(chunk.session, now):
+                self._sender.send(chunk, now)
         self._sender.settle()
 
     def tick(self, now: float) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof by computing: KV that was received is compared with KV that this engine has computed itself.
+"""Audits: received KV is compared with KV that this engine has computed itself.
 
-A load that `compares` writes no pages. Its chunks pass through the same handshake, plan and checksums as the
-chunks of any load. Then each chunk is compared with the pages that are there (`Comparison`). `AuditBook` keeps
-the result for each producer: a producer that has not passed is not believed.
+A load that `compares` writes no pages. Its chunks pass the same handshake, plan and checksums as the chunks of any load.
+Then each chunk is compared with the pages of this engine (`Comparison`). `AuditBook` keeps the result for each producer.
+KV of a producer that has not passed is not used.
 """
 
 import math
@@ -23,17 +23,17 @@ Problem = tuple[Cause, str]
 
 
 class Distance(NamedTuple):
-    """How far K or V of one layer of a chunk is from what was computed here.
+    """The distance between K or V of one layer of a chunk and what was computed here.
 
     Attributes:
         pages: numbers of the prompt's pages that were compared, by the consumer's page size.
-        by_page: distance of each of them, as `Tolerance.page` has it: of its worst head.
-        tokens: numbers of the prompt's tokens that are furthest, one of each page.
-        by_token: distance of each of them, as `Tolerance.token` has it: of its worst head.
+        by_page: the distance of each page in its worst head, as `Tolerance.page` has it.
+        tokens: number of the furthest token of each page.
+        by_token: the distance of each of these tokens in its worst head, as `Tolerance.token` has it.
         apart: sum of squares of the differences.
         own: sum of squares of what was computed here.
         span: the tokens that were compared.
-        moved: those that are further apart than rounding alone, the furthest first.
+        moved: tokens that are further apart than rounding explains, the furthest first.
     """
 
     layer: int
@@ -54,36 +54,36 @@ def can_compare(route: Route) -> bool:
 
 
 class Counterpart(NamedTuple):
-    """A rank of a producer, as its session has it."""
+    """A rank of a producer, as audits know it."""
 
     source: Source
     epoch: int
     engine_id: str
     model: bytes  # digest of all that it says of its model
-    told: str  # the same in a few words
+    model_text: str  # the same for the log
     path: str = ""  # how its KV comes: transport, direction and codecs
 
 
 class _Far(NamedTuple):
-    """A page, or a token, of a layer that is further apart than it may be."""
+    """A page or a token of a layer whose distance is too large."""
 
     tokens: range
     problem: str
 
 
 class Comparison:
-    """What one load has found so far. Nothing is concluded before all has come: chunks that come while
-    the prompt is computed may be taken back.
+    """The distances that one load has found so far. `judge` gives the result after the last chunk: chunks that come while
+    the prompt is computed can be revoked.
 
     Args:
         adapter: name and content of the adapter that the KV was computed with; empty for none.
-        experts: the model sends tokens to experts, so that rounding can move single ones.
+        experts: the model is a mixture of experts, so rounding can change single tokens.
 
     Attributes:
         largest: the largest distance of a page, by K and V.
-        largest_token: the same of a token.
+        largest_token: the largest distance of a token, by K and V.
         pages: layers times pages that were compared.
-        counterparts: whose KV it is; empty until `judge`.
+        counterparts: the producer's ranks that sent the KV; empty until `judge`.
     """
 
     def __init__(self, adapter: str = "", *, experts: bool = False) -> None:
@@ -96,40 +96,40 @@ class Comparison:
         self._far: dict[int, list[_Far]] = {}  # by layer
         self._sums: dict[tuple[int, Part], tuple[float, float, Tolerance]] = {}
 
-    def note(self, route: Route, found: Iterable[Distance], passed: str = RAW.name) -> None:
-        """Take note of a chunk, whose checksum was right.
+    def note(self, route: Route, chunk: Iterable[Distance], passed: str = RAW.name) -> None:
+        """Add the distances of a chunk whose checksum was right.
 
         Args:
-            passed: a codec in which its KV had passed before it passed along the route.
+            passed: the codec in which its KV had passed before.
         """
         dtypes = route.source.dtype, route.destination.dtype
         allowed = max(tolerance(*dtypes, codec) for codec in (route.codec, passed))
-        for one in found:
-            if one.layer >= DRAFT_LAYERS or not one.pages:
+        for distance in chunk:
+            layer, part = distance.layer, distance.part
+            if layer >= DRAFT_LAYERS or not distance.pages:
                 continue  # a draft that differs makes no wrong answers
-            self.pages += len(one.pages)
-            key = one.layer, one.part
-            apart, own, _ = self._sums.get(key, (0.0, 0.0, allowed))
-            self._sums[key] = apart + one.apart, own + one.own, allowed
-            for known, distances in (
-                (self.largest, one.by_page),
-                (self.largest_token, one.by_token),
+            self.pages += len(distance.pages)
+            apart, own, _ = self._sums.get((layer, part), (0.0, 0.0, allowed))
+            self._sums[layer, part] = apart + distance.apart, own + distance.own, allowed
+            for largest, distances in (
+                (self.largest, distance.by_page),
+                (self.largest_token, distance.by_token),
             ):
-                known[one.part] = max(known.get(one.part, 0.0), *distances)
+                largest[part] = max(largest.get(part, 0.0), *distances)
             if self._moved is not None:
-                self._moved.add(one.layer, one.part, one.span, one.moved)
-            far = self._far.setdefault(one.layer, [])
-            for each in _far(one, route.destination.page_size, allowed):
+                self._moved.add(layer, part, distance.span, distance.moved)
+            far = self._far.setdefault(layer, [])
+            for each in _far(distance, route.destination.page_size, allowed):
                 if not far or (self._moved is not None and len(far) < MOST_MOVED):
                     far.append(each)
 
     def judge(self, counterparts: Iterable[Counterpart], routes: Iterable[Route]) -> Problem | None:
-        """All has come: what is wrong with it, or why the comparison says nothing; None if all KV is
-        what was computed here.
+        """The result, after the last chunk: None if the KV equals what was computed here. Otherwise (cause, detail): what is
+        wrong with it, or why the comparison has no result.
 
         Args:
-            counterparts: whose KV it is.
-            routes: of all of them.
+            counterparts: the producer's ranks that sent the KV.
+            routes: along which it came.
         """
         self.counterparts = tuple(counterparts)
         # What comes after the first wrong layer may be wrong because of it.
@@ -137,14 +137,16 @@ class Comparison:
             return Cause.AUDIT, wrong[1]
         compared = {layer for layer, _ in self._sums}
         for route in routes:
-            wanted = {n for n in route.layers if n < DRAFT_LAYERS} if can_compare(route) else set()
-            if missing := wanted - compared:
+            expected = (
+                {n for n in route.layers if n < DRAFT_LAYERS} if can_compare(route) else set()
+            )
+            if missing := expected - compared:
                 detail = f"no page of layer {min(missing)} was left here to be compared"
                 return Cause.WINDOW, detail
         return None
 
     def _wrong(self) -> Iterator[tuple[int, str]]:
-        """What is wrong in each layer, as far as anything is."""
+        """What is wrong, as (layer, problem); nothing for layers that are right."""
         for (layer, part), (apart, own, allowed) in self._sums.items():
             excused = self._moved.excused(layer, allowed.token) if self._moved else set()
             for far in self._far[layer]:
@@ -166,8 +168,8 @@ class Comparison:
         for (_, part), (apart, own, _) in self._sums.items():
             layers[part] = max(relative(apart, own), layers.get(part, 0.0))
         pages, tokens, whole = (
-            ", ".join(f"{_name(part)} {distance:.2g}" for part, distance in found.items())
-            for found in (self.largest, self.largest_token, layers)
+            ", ".join(f"{_name(part)} {distance:.2g}" for part, distance in largest.items())
+            for largest in (self.largest, self.largest_token, layers)
         )
         return (
             f"{self.pages} pages of layers compared, largest distance {pages}; "
@@ -176,15 +178,15 @@ class Comparison:
 
 
 class AuditBook:
-    """What is known of producers. Outlives sessions, and the agent's thread.
+    """The results of audits, by producer. Outlives sessions and the agent's thread.
 
-    A producer is known by its address, the epoch it drew when it started, and its model as the
-    handshake has it; it passes for each adapter and each path by itself. What was found wrong without an adapter is
-    wrong with each; what was found wrong with an adapter says nothing of others. Distrust lasts until the producer
-    restarts, or the adapter has other content.
+    A producer is known by its address, its epoch (drawn when it started) and its model. It must pass for each adapter and
+    each path (transport, direction, codecs). KV that was wrong without an adapter makes all KV of the producer unusable. KV
+    that was wrong with an adapter makes only KV with this adapter unusable. Distrust lasts until the producer restarts, or
+    the adapter has other content.
 
     Args:
-        experts: as `Comparison` has it.
+        experts: as in `Comparison`.
     """
 
     _MOST = 65536
@@ -196,17 +198,17 @@ class AuditBook:
 
     @property
     def distrusted(self) -> int:
-        """Ranks of producers whose KV was found wrong, with whatever adapter."""
+        """The number of ranks of producers whose KV was found wrong, with any adapter or none."""
         return len({key[:2] for key in self._distrusted})
 
     def passed(self, producer: Counterpart, adapter: str) -> None:
-        """All that was compared of this producer was right, as it came by this path."""
+        """An audit of this producer has passed, by its path and with this adapter."""
         self._passed[_key(producer, adapter)] = None
         while len(self._passed) > self._MOST:
             del self._passed[next(iter(self._passed))]
 
     def distrust(self, source: Source, epoch: int, adapter: str, why: str) -> None:
-        """KV of this producer was wrong, computed with this adapter (empty: with none)."""
+        """KV of this producer that was computed with this adapter (empty: with none) was wrong."""
         self._distrusted.setdefault((source, epoch, adapter), why)
         self._passed = {
             key: None
@@ -219,10 +221,10 @@ class AuditBook:
         self._passed.clear()
 
     def problem(self, producer: Counterpart, adapter: str, *, compares: bool) -> Problem | None:
-        """Why KV of this producer must not be asked for, or None.
+        """Why KV of this producer cannot be loaded, as (cause, detail), or None.
 
         Args:
-            compares: it will only be compared.
+            compares: the load only compares.
         """
         for distrusted in ("", adapter):
             if why := self._distrusted.get((producer.source, producer.epoch, distrusted)):
@@ -243,24 +245,24 @@ def _key(producer: Counterpart, adapter: str) -> tuple[Source, int, bytes, str, 
     return producer.source, producer.epoch, producer.model, producer.path, adapter
 
 
-def _far(one: Distance, page_size: int, allowed: Tolerance) -> Iterator[_Far]:
-    """Pages that are too far, the furthest first; then tokens."""
-    pages = zip(one.pages, one.by_page, strict=True)
-    worst = zip(one.tokens, one.by_token, strict=True)
-    tokens = [(moved.token, moved.distance) for moved in one.moved] or worst
+def _far(layer: Distance, page_size: int, allowed: Tolerance) -> Iterator[_Far]:
+    """Pages whose distance is too large, the furthest first; then tokens."""
+    pages = zip(layer.pages, layer.by_page, strict=True)
+    worst = zip(layer.tokens, layer.by_token, strict=True)
+    tokens = [(moved.token, moved.distance) for moved in layer.moved] or worst
     for number, distance in sorted(pages, key=itemgetter(1), reverse=True):
         if not distance <= allowed.page:
-            where = f"layer {one.layer}, page {number}, {_name(one.part)}"
+            where = f"layer {layer.layer}, page {number}, {_name(layer.part)}"
             covers = range(number * page_size, (number + 1) * page_size)
             yield _Far(covers, _differs(where, distance, allowed.page))
     for number, distance in sorted(tokens, key=itemgetter(1), reverse=True):
         if not distance <= allowed.token:
-            where = f"layer {one.layer}, token {number}, {_name(one.part)}"
+            where = f"layer {layer.layer}, token {number}, {_name(layer.part)}"
             yield _Far(range(number, number + 1), _differs(where, distance, allowed.token))
 
 
 def relative(apart: float, own: float) -> float:
-    """Distance, of sums of squares."""
+    """The relative distance, from the sums of squares of the differences and of what was computed here."""
     if not apart > 0:
         return 0.0 if apart == 0 else math.inf
     return math.sqrt(apart / own) if own > 0 else math.inf

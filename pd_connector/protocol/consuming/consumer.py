@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consumer's state machine. It decides what producers are asked for, which slots they are granted, and
-which chunks are believed.
+"""The consumer's state machine: what it asks of producers, which slots it grants them, and which chunks it uses.
 
-It has no sockets, no engine and no clock. Events come in as calls with the time, and actions go out. Each load
-ends in exactly one `Finished`. `fetches` says what producers are told about a transfer; `landings` says which
-chunks are believed.
+It has no sockets, no engine and no clock. Events come in as calls with the time, and actions go out. Each load ends in
+exactly one `Finished`. `fetches` makes the messages to producers. `landings` decides which chunks are used.
 """
 
 from collections.abc import Sequence
@@ -32,22 +30,22 @@ from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Peer, Source
 
 _UNHEARD = frozenset({Cause.SESSION_LIMIT, Cause.SESSION_LOST, Cause.UNREACHABLE})
-"""Causes for which there is no connection: last messages are kept for the next session, or the producer's pages would
-stay leased although no transfer wants them."""
+"""Causes without a connection to the producer. Last messages are kept for its next session: otherwise its pages would stay
+leased although no transfer needs them."""
 
 
 class Consumer:
     """All transfers of one rank that consumes. Used by one thread.
 
     Args:
-        pool: landing slots; granted to producers, and home again when a transfer has ended.
-        one_sided: whether a peer may still write into a slot after its session has ended.
+        pool: the landing slots.
+        one_sided: a peer can still write into a slot after its session has ended.
         shards: what the ranks of this engine hold, this one included.
-        needs_words: whether a load is of no use without the producer's final token.
-        audits: what is known of producers; with it, only KV of those that have passed is loaded.
+        needs_final_token: a load is of no use without the producer's final token.
+        audits: results of audits. KV is loaded only from producers that have passed; None: from all.
 
     Attributes:
-        landings: told of chunks that arrive.
+        landings: takes the chunks that arrive.
     """
 
     def __init__(
@@ -58,14 +56,14 @@ class Consumer:
         one_sided: bool,
         shards: Sequence[Shard] = (),
         *,
-        needs_words: bool = False,
+        needs_final_token: bool = False,
         audits: AuditBook | None = None,
     ) -> None:
         self._config = config
         self._geometry = geometry
         self._shards = tuple(shards) or (geometry.shard,)
         self._one_sided = one_sided
-        self._needs_words = needs_words
+        self._needs_final_token = needs_final_token
         self._audits = audits
         self._transfers = IncomingTransfers()
         self._sessions: dict[Source, ProducerSession] = {}
@@ -76,7 +74,7 @@ class Consumer:
             self._transfers,
             self._sessions,
             self._grants,
-            needs_words=needs_words,
+            needs_final_token=needs_final_token,
             audits=audits,
         )
         self.landings = Landings(
@@ -88,31 +86,34 @@ class Consumer:
         """Transfers that are held or loading."""
         return len(self._transfers)
 
-    def wanted(self, source: Source) -> tuple[str, ...]:
-        """Transfers that heartbeats to this producer name: those that are still wanted."""
+    def transfers_of(self, source: Source) -> tuple[str, ...]:
+        """Names of this producer's transfers that have not ended. Heartbeats name them."""
         return self._transfers.of_source(source)
 
     def wants(self, source: Source) -> bool:
-        """Whether any transfer of this producer is wanted."""
+        """Whether a transfer of this producer has not ended."""
         return self._transfers.has_source(source)
 
     def producers(self) -> list[Counterpart]:
-        """Ranks of producers with which sessions stand, by each path of their KV."""
-        sessions = self._sessions.items()
-        return [one for source, session in sessions for one in session.counterparts(source)]
+        """The ranks of producers that have a session, once for each path of their KV."""
+        return [
+            counterpart
+            for source, session in self._sessions.items()
+            for counterpart in session.counterparts(source)
+        ]
 
     def unaudited(self, source: Source, adapter: str) -> str:
-        """A path of this producer's KV by which no audit has passed; "": none, or no session stands."""
+        """A path of this producer's KV that has not passed an audit. "": all have passed, or there is no session."""
         return self._fetches.unaudited(source, adapter)
 
     def codec(self, source: Source, *, coded: bool) -> str:
-        """The codec of this producer's KV, of a transfer that is coded or not."""
+        """The codec of this producer's KV, in a transfer that is coded or not."""
         session = self._sessions.get(source)
         routes = session.routes if session and coded else ()
         return "+".join(sorted({route.codec for route in routes})) or RAW.name
 
     def codec_choice(self, source: Source) -> CodecChoice | None:
-        """What decides whether transfers of this producer are coded; None without a choice."""
+        """The choice between coded and plain transfers of this producer; None if there is none."""
         session = self._sessions.get(source)
         return session.choice if session else None
 
@@ -127,18 +128,18 @@ class Consumer:
         *,
         keep: bool = False,
     ) -> list[Action]:
-        """A request that will load this transfer waits for pages: keep the producer's leased.
+        """A request waits for pages, and will load this transfer then. Keep the producer's pages leased.
 
         Args:
             engine_id: the producer must be this engine; "": any.
-            watch: the request asks for pages only when `Held` says that there is KV to load.
-            keep: it will be compared; it may be held already.
+            watch: the request asks for pages only after `Held` has said that there is KV to load.
+            keep: it is an audit. The transfer can be held already.
         """
-        known = self._transfers.get(transfer)
-        if known is not None and keep and known.request == request and known.load is None:
-            known.keep = True
-            return self._fetches.ask_all(known, now)
-        if known is not None:
+        held = self._transfers.get(transfer)
+        if held is not None and keep and held.request == request and held.load is None:
+            held.keep = True
+            return self._fetches.ask_all(held, now)
+        if held is not None:
             return [Held(request, Cause.DUPLICATE, transfer)] if watch else []
         incoming = self._new(request, transfer, peers, engine_id, now)
         if watch and not incoming.streams:
@@ -151,7 +152,7 @@ class Consumer:
         return self._fetches.ask_all(incoming, now)
 
     def load(self, load: Load, now: float) -> list[Action]:
-        """Fetch KV. A transfer is loaded at most once at a time."""
+        """Fetch KV. A transfer can have one load at a time."""
         transfer = load.transfer
         incoming = self._transfers.get(transfer)
         if incoming is not None and (incoming.load or incoming.request != load.request):
@@ -175,7 +176,7 @@ class Consumer:
         return self._fetches.ask_all(incoming, now)
 
     def drop(self, request: str, cause: Cause, now: float) -> list[Action]:
-        """The request no longer wants its transfer; the producer is told so."""
+        """The request does not need its transfer any more. The producer gets a `Cancel`."""
         incoming = self._transfers.of_request(request)
         if incoming is None:
             return []
@@ -183,34 +184,35 @@ class Consumer:
         return self._fetches.finish(incoming, cause, "", now)
 
     def give_up(self, transfer: str, detail: str, now: float) -> list[Action]:
-        """An unforeseen error: end this transfer, whatever its state."""
+        """End this transfer because of an unexpected error, whatever its state."""
         incoming = self._transfers.get(transfer)
         return self._fetches.finish(incoming, Cause.INTERNAL, detail, now) if incoming else []
 
     def session_up(self, source: Source, session: ProducerSession, now: float) -> list[Action]:
-        """A session stands: open what waited for it."""
+        """A session has begun: open the transfers that waited for it."""
         self._sessions[source] = session
         actions = self._fetches.send_unsent(source)
-        for transfer in self.wanted(source):
+        for transfer in self.transfers_of(source):
             if incoming := self._transfers.get(transfer):
                 actions += self._fetches.ask(incoming, source, now)
         return actions
 
     def pulse(self, source: Source, engine_age_s: float, now: float) -> list[Action]:
-        """A producer's agent lives, and says how long ago its engine began its last step."""
+        """A producer has answered a heartbeat. Its engine began its last step `engine_age_s` seconds ago."""
         return self._fetches.pulse(source, engine_age_s, now)
 
     def session_down(
         self, source: Source, cause: Cause, detail: str, now: float, *, silenced: bool = False
     ) -> list[Action]:
-        """A session ends or could not be opened: its transfers fail.
+        """A session has ended, or could not be opened: its transfers fail.
 
-        With `silenced` the producer certainly writes no more, and its slots are home at once.
+        Args:
+            silenced: the producer certainly writes no more. Its slots are free at once.
         """
         session = self._sessions.pop(source, None)
         slots: list[int] = []
         actions: list[Action] = []
-        for transfer in self.wanted(source):
+        for transfer in self.transfers_of(source):
             incoming = self._transfers.get(transfer)
             if incoming is None:
                 continue
@@ -220,7 +222,7 @@ class Consumer:
                 self._fetches.stalled(source, session, incoming, now)
             actions += self._fetches.finish(incoming, cause, detail, now)
         self._grants.session_lost(source, slots, silenced=silenced or not self._one_sided)
-        # Also where the two did not agree: pages need not be kept for a consumer that will not take them.
+        # Also if the handshake failed: the producer need not keep pages for a consumer that will not fetch.
         last = [] if cause in _UNHEARD else self._fetches.send_unsent(source)
         return last + actions + self._grants.grant_free(now)
 
@@ -234,11 +236,11 @@ class Consumer:
         return [Held(incoming.request, None, "")]
 
     def accept(self, source: Source, message: messages.Accept, now: float) -> list[Action]:
-        """The producer has KV to send, or has computed all of it."""
+        """The producer has KV to send, or its prefill has ended."""
         return self._fetches.accept(source, message, now)
 
     def refuse(self, source: Source, message: messages.Refuse, now: float) -> list[Action]:
-        """The producer will send no (more) KV."""
+        """The producer sends no (further) KV."""
         incoming = self._transfers.get(message.transfer)
         if incoming is None or source not in incoming.streams:
             return []
@@ -248,7 +250,7 @@ class Consumer:
         return self._fetches.finish(incoming, cause, f"refused by producer: {message.detail}", now)
 
     def cancelled(self, source: Source, transfer: str, now: float) -> list[Action]:
-        """The producer confirms that it writes nothing for this transfer any more."""
+        """The producer confirms that its last write for this transfer has ended."""
         self._grants.confirmed(transfer, source)
         return self._grants.grant_free(now)
 
@@ -257,7 +259,7 @@ class Consumer:
         return self._grants.holds(transfer, source, slot)
 
     def tick(self, now: float) -> list[Action]:
-        """Fail what has been silent for too long, and free slots whose quarantine is over."""
+        """End transfers whose deadlines have passed, and free slots whose quarantine is over."""
         actions: list[Action] = []
         for incoming in self._transfers.due(now):
             if incoming.transfer not in self._transfers:  # it has ended with another
@@ -268,8 +270,7 @@ class Consumer:
         return actions + self._grants.grant_free(now)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError if a transfer is in no legal state, or a slot is not in exactly one
-        place."""
+        """Raises RuntimeError if a transfer's record contradicts itself, or a slot is not in exactly one place."""
         streams = {}
         self._transfers.check_integrity()
         for incoming in self._transfers:
@@ -287,7 +288,9 @@ class Consumer:
     def _new(
         self, request: str, transfer: str, peers: Sequence[Peer], engine_id: str, now: float
     ) -> IncomingTransfer:
-        parts = streams(peers, self._geometry, self._shards, waits_for_words=self._needs_words)
+        parts = streams(
+            peers, self._geometry, self._shards, waits_for_final_token=self._needs_final_token
+        )
         return IncomingTransfer(request, transfer, parts, engine_id=engine_id, since=now)
 
     def _comparison(self, load: Load) -> Comparison:

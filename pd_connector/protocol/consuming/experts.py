@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which differences of single tokens come from a mixture of experts, and not from wrong KV.
+"""Tells differences that a mixture of experts makes from wrong KV.
 
-Two experts can have nearly the same score for a token. Two engines that round otherwise then choose different
-ones, and both are right. The token's KV is another from the next layer on. Two things tell this from an error:
+Two experts can have nearly the same score for a token. Two engines that round differently can then choose different
+experts, and both are right. From the next layer on the token's KV differs between them. Two things distinguish this from an
+error:
 
-- in the first layer no token has met an expert;
-- what a token has become stays in the next layer, where a chunk that is wrong ends with its layers.
+- In the first layer no token has passed an expert.
+- The token's difference continues in the next layer. The error of a wrong chunk ends with the chunk's layers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,18 +15,18 @@ from typing import NamedTuple
 from pd_connector.kv.coding import Part
 
 MOVED = 1 / 16
-"""A token that is this far apart, or further, has been moved. Rounding alone stays below."""
+"""Distance from which on a token counts as moved by other experts. Rounding alone stays below."""
 MOST_MOVED = 1024
-"""Tokens of one chunk, or of one layer, that are kept. With more of them the layer as a whole is far, too."""
+"""Most moved tokens that are kept of a chunk, or of a layer. With more of them the whole layer's distance is large, too."""
 _MOST_SHARE = 1 / 4
-"""Where more of a layer's tokens are far than this part, experts are not the cause."""
+"""If more than this part of a layer's tokens is far apart, experts are not the cause."""
 
 
 class Moved(NamedTuple):
-    """A token of one part of a layer that has been moved.
+    """A token whose K or V in one layer was moved by other experts.
 
     Attributes:
-        distance: as `Tolerance.token` has it.
+        distance: as in `Tolerance.token`.
         apart: sum of squares of the differences, over all heads.
     """
 
@@ -35,14 +36,14 @@ class Moved(NamedTuple):
 
 
 class MovedTokens:
-    """What one comparison has found, of the layers that this rank holds."""
+    """The moved tokens of one comparison, in the layers of this rank."""
 
     def __init__(self) -> None:
         self._spans: dict[int, set[range]] = {}  # tokens that were compared, by layer
         self._moved: dict[int, dict[int, dict[Part, tuple[float, float]]]] = {}  # by layer, token
 
     def add(self, layer: int, part: Part, span: range, moved: Iterable[Moved]) -> None:
-        """Take note of a chunk, or of some heads of it.
+        """Add the moved tokens of a chunk, or of some heads of it.
 
         Args:
             span: the tokens that were compared.
@@ -56,7 +57,7 @@ class MovedTokens:
                 parts[part] = max(distance, before[0]), apart + before[1]
 
     def excused(self, layer: int, most: float) -> set[int]:
-        """Tokens of a layer that are further apart than `most`, because they met other experts."""
+        """Tokens of a layer whose distance is above `most` because of other experts."""
         far = {token for token, distance in self.distances(layer) if distance > most}
         compared = set[int]().union(*self._spans.get(layer, ()))
         if layer == 0 or len(far) > _MOST_SHARE * len(compared):
@@ -71,11 +72,11 @@ class MovedTokens:
         }
 
     def distances(self, layer: int) -> Iterator[tuple[int, float]]:
-        """Each token of a layer that has been moved, with its distance: the larger of K and V."""
+        """Each moved token of a layer with its distance: the larger one of K and V."""
         for token, parts in self._moved.get(layer, {}).items():
             yield token, max(distance for distance, _ in parts.values())
 
     def apart(self, layer: int, part: Part, tokens: Iterable[int]) -> float:
         """Sum of squares of the differences of these tokens."""
-        found = self._moved.get(layer, {})
-        return sum(found[token].get(part, (0.0, 0.0))[1] for token in tokens)
+        moved = self._moved.get(layer, {})
+        return sum(moved[token].get(part, (0.0, 0.0))[1] for token in tokens)

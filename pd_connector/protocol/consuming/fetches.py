@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a consumer fetches a transfer: whom it asks, what it opens, and when the fetch has ended."""
+"""A consumer's fetch of a transfer: the messages to its producers, from the first to the last."""
 
 from collections import deque
 
@@ -17,17 +17,17 @@ from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
 
 _MOST_UNSENT = 1024
-"""Last messages that are kept for a producer without a session. Older ones are forgotten first."""
+"""Most last messages that are kept for a producer without a session. The oldest are forgotten first."""
 
 
 class Fetches:
-    """The messages about each transfer, from the first to the last. Used by one thread.
+    """The fetches of a consumer. Used by one thread.
 
     Args:
         geometry: of this rank.
-        sessions: those that stand.
-        needs_words: whether a load is of no use without the producer's final token.
-        audits: what is known of producers; None where none has to be audited.
+        sessions: with producers, as they come and go.
+        needs_final_token: a load is of no use without the producer's final token.
+        audits: results of audits; None if producers need not pass one.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Fetches:
         sessions: dict[Source, ProducerSession],
         grants: Grants,
         *,
-        needs_words: bool,
+        needs_final_token: bool,
         audits: AuditBook | None,
     ) -> None:
         self._config = config
@@ -46,10 +46,10 @@ class Fetches:
         self._transfers = transfers
         self._sessions = sessions
         self._grants = grants
-        self._needs_words = needs_words
+        self._needs_final_token = needs_final_token
         self._audits = audits
         self._stalls = PeerBackoff(config.stall_timeout_s)
-        # Last messages to producers whose session does not stand, by when each was due.
+        # Last messages to producers without a session, each with the time when it was due.
         self._unsent: dict[Source, deque[tuple[float, messages.Done | messages.Cancel]]] = {}
 
     def ask_all(self, incoming: IncomingTransfer, now: float) -> list[Action]:
@@ -57,7 +57,7 @@ class Fetches:
         return [action for s in incoming.streams for action in self.ask(incoming, s, now)]
 
     def ask(self, incoming: IncomingTransfer, source: Source, now: float) -> list[Action]:
-        """Ask a producer for what is wanted of it, or for a session first."""
+        """Send a producer the next message about a transfer. Without a session, dial first."""
         session = self._sessions.get(source)
         if session is None:
             return [Dial(source, len(incoming.streams))]
@@ -81,7 +81,7 @@ class Fetches:
             if problem := self._audits.problem(producer, load.adapter, compares=load.compares):
                 return self.finish(incoming, *problem, now)
             if load.compares and self._audits.has_passed(producer, load.adapter):
-                # The other path, if there is one that has not.
+                # This path has passed: take the other one, if that has not.
                 coded ^= self.unaudited(source, load.adapter) != ""
         if problem := stream.prepare(load, session, self._config.slot_bytes, coded=coded):
             return self.finish(incoming, *problem, now)
@@ -93,18 +93,19 @@ class Fetches:
         stream.deadline = now + limit_s
         self._transfers.schedule(incoming)
         # A prefill that has not ended would leave its slots unused.
-        wanted = 0 if load.wait else stream.planned
-        slots = self._grants.grant(load.transfer, source, stream, wanted)
+        most = 0 if load.wait else stream.planned
+        slots = self._grants.grant(load.transfer, source, stream, most)
         return [Tell(source, stream.opening(load, session, slots))]
 
     def unaudited(self, source: Source, adapter: str) -> str:
-        """A path of this producer's KV by which no audit has passed; "": none, or no session stands."""
+        """See `Consumer.unaudited`."""
         session = self._sessions.get(source)
         if self._audits is None or session is None:
             return ""
-        every = session.counterparts(source)
-        left = (one.path for one in every if not self._audits.has_passed(one, adapter))
-        return next(left, "")
+        for counterpart in session.counterparts(source):
+            if not self._audits.has_passed(counterpart, adapter):
+                return counterpart.path
+        return ""
 
     def accept(self, source: Source, message: messages.Accept, now: float) -> list[Action]:
         """See `Consumer.accept`."""
@@ -117,17 +118,17 @@ class Fetches:
         if message.chunks != stream.planned:
             detail = f"producer plans {message.chunks} chunks, {stream.planned} wanted"
             return self.finish(incoming, Cause.CHUNK_MISMATCH, detail, now)
-        if message.words is not None and incoming.load is not None:
-            if problem := message.words.problem(incoming.transfer, incoming.load.identity):
+        if message.final_token is not None and incoming.load is not None:
+            if problem := message.final_token.problem(incoming.transfer, incoming.load.identity):
                 return self.finish(incoming, *problem, now)
-            incoming.words = message.words
+            incoming.final_token = message.final_token
         if incoming.accepted(source, message.complete, now):
             stream.deadline = now + self._config.stall_timeout_s
             self._transfers.schedule(incoming)
         return self.go_on(incoming, source, now)
 
     def go_on(self, incoming: IncomingTransfer, source: Source, now: float) -> list[Action]:
-        """Let a rank send more. When all have sent their parts the load has ended."""
+        """Let a rank send more. When all ranks have sent their parts, the load ends."""
         stream = incoming.streams[source]
         if not stream.received:
             self._grants.wait(incoming.transfer, source, stream)
@@ -138,8 +139,8 @@ class Fetches:
             session.measured(stream.nbytes_after_first, seconds, coded=stream.coded)
         if not incoming.received:
             return self._grants.grant_free(now)
-        known = tuple(tuple(stream.routes) for stream in incoming.streams.values())
-        if missing := uncovered(known, self._geometry):
+        routes = tuple(tuple(stream.routes) for stream in incoming.streams.values())
+        if missing := uncovered(routes, self._geometry):
             detail = f"no rank of the producer has sent {missing}"
             return self.finish(incoming, Cause.GEOMETRY, detail, now)
         if incoming.comparison is not None:
@@ -147,10 +148,10 @@ class Fetches:
                 self._sessions[source].counterpart(source, coded=stream.coded)
                 for source, stream in incoming.streams.items()
             ]
-            wrong = incoming.comparison.judge(producers, [r for pair in known for r in pair])
+            wrong = incoming.comparison.judge(producers, [r for pair in routes for r in pair])
             cause, detail = wrong or (None, "")
             return self.finish(incoming, cause, detail, now)
-        if self._needs_words and incoming.words is None:
+        if self._needs_final_token and incoming.final_token is None:
             detail = "the producer sent KV alone, and this engine needs its final token, too"
             return self.finish(incoming, Cause.WORDS, detail, now)
         return self.finish(incoming, None, "", now)
@@ -175,16 +176,16 @@ class Fetches:
     def stalled(
         self, source: Source, session: ProducerSession, incoming: IncomingTransfer, now: float
     ) -> None:
-        """No chunk of a transfer came from this producer. Either side may have found this out."""
+        """A transfer has stalled: no chunk came from this producer. Either side can notice it."""
         self._stalls.waited((source, session.epoch), incoming.began, now)
 
     def placed(self, source: Source) -> None:
-        """A chunk of this producer has come, and was right."""
+        """A chunk of this producer was verified."""
         self._stalls.answered((source, self._sessions[source].epoch))
 
     def pulse(self, source: Source, engine_age_s: float, now: float) -> list[Action]:
-        """What waits for a prefill of this producer for longer than `engine_timeout_s` is given up,
-        if its engine has made no step in that time."""
+        """If the producer's engine has made no step for `engine_timeout_s`, end the transfers that have waited for its
+        prefill for that long."""
         limit_s = self._config.engine_timeout_s
         if engine_age_s <= limit_s:
             return []
@@ -202,8 +203,11 @@ class Fetches:
     def finish(
         self, incoming: IncomingTransfer, cause: Cause | None, detail: str, now: float
     ) -> list[Action]:
-        """End the fetch: its producers are told, its slots come home, and the engine hears how it
-        ended (`cause` None: well)."""
+        """End the fetch: tell its producers, take its slots back, and report to the engine.
+
+        Args:
+            cause: None if all KV has come.
+        """
         transfer = incoming.transfer
         self._transfers.remove(transfer)
         until = now + self._config.lease_s
@@ -220,12 +224,12 @@ class Fetches:
         return actions + incoming.outcome(cause, detail, now) + self._grants.grant_free(now)
 
     def send_unsent(self, source: Source) -> list[Action]:
-        """Send the last messages that this producer could not be told before. What is wanted again is not cancelled."""
+        """Send the last messages that wait for a session with this producer; not those of transfers that have begun again."""
         unsent = self._unsent.pop(source, ())
         return [Tell(source, last) for _, last in unsent if last.transfer not in self._transfers]
 
     def forget_unsent(self, now: float) -> None:
-        """Forget last messages that came too late: by now the producer's leases have ended by themselves."""
+        """Forget last messages that have waited for `lease_s`: the producer's leases have ended by now."""
         for source, unsent in list(self._unsent.items()):
             while unsent and unsent[0][0] + self._config.lease_s <= now:
                 unsent.popleft()
@@ -233,6 +237,6 @@ class Fetches:
                 del self._unsent[source]
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError if messages are kept back although their session stands."""
+        """Raises RuntimeError if messages wait although their producer has a session."""
         if unsent := self._unsent.keys() & self._sessions.keys():
             raise RuntimeError(f"messages to {sorted(unsent)} are kept back, and sessions stand")

@@ -1,34 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A consumer grants landing slots to producers, and takes them back."""
+"""Grants a consumer's landing slots to producers, and takes them back."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from pd_connector.config import Config
 from pd_connector.memory.slab import SlotPool
 from pd_connector.protocol.consuming.incoming import Action, ProducerSession, Tell
 from pd_connector.protocol.consuming.incoming_stream import IncomingStream
-from pd_connector.protocol.consuming.shares import Shares
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Source
 
 _SLOTS_DURING_PREFILL = 2
-"""Slots of a stream whose prefill is still under way, at most: more would lie unused."""
+"""Most slots of a stream whose prefill is under way. More would lie unused."""
 
 _ENOUGH_SLOTS = 8
-"""Slots with which a stream moves at full speed: producers write 3 or 4 chunks at a time."""
+"""Slots that a stream needs for full speed: producers write 3 or 4 chunks at a time."""
 _BATCH = 4
-"""Slots that a stream at full speed is granted at a time, at least. Each grant is a message, which wakes
-the agents of both sides."""
+"""Fewest slots in one grant to a stream at full speed. Each grant is a message, which wakes the agents of both sides."""
 
 Key = tuple[str, Source]
-"""A stream: the transfer, and the producer that sends its part of it."""
+"""A stream: the transfer, and the producer's rank that sends it."""
+
+
+_TIMES = 3
+"""Factor: a producer has at most 3 times the slots that are still free then. Alone, it has 12 of 16 slots. A larger factor
+leaves fewer slots for others, a smaller one leaves more slots unused."""
+
+
+class Shares:
+    """The slots of each producer (an engine with all its ranks) at one moment, and how many more it can have.
+
+    A producer that stops keeps its slots until a deadline. So no producer gets all slots: the next one always finds some
+    free. The limit depends on the number of free slots ("dynamic thresholds": Choudhury and Hahne, IEEE/ACM Transactions on
+    Networking 6(2), 1998), because most producers need no slots most of the time.
+
+    Slots of prefills that are under way can lie unused for long. They are counted separately, and have at most half of all
+    slots.
+
+    Args:
+        slots: number of all slots.
+        free: number of free slots.
+        alone: there is only one producer, and it can have all slots.
+        has: (engine id, whether the prefill is under way, number of slots) of the producers.
+    """
+
+    def __init__(
+        self, slots: int, free: int, *, alone: bool, has: Iterable[tuple[str, bool, int]]
+    ) -> None:
+        self._kept = (slots + 1) // 2
+        self._free = free
+        self._alone = alone
+        self._has: Counter[tuple[str, bool]] = Counter()
+        for producer, early, count in has:
+            self._has[producer, early] += count
+
+    def room(self, producer: str, *, early: bool) -> int:
+        """The number of slots that this producer can have besides its present ones.
+
+        Args:
+            early: for a prefill that is under way. One slot at least is left for prefills that have ended.
+        """
+        room = self._part(producer, self._free, early=False)
+        if early:
+            room = min(room - 1, self._part(producer, self._free - self._kept, early=True))
+        return max(0, room)
+
+    def _part(self, producer: str, free: int, *, early: bool) -> int:
+        if self._alone:
+            return free
+        has = self._has[producer, early]
+        part = (_TIMES * free - has) // (_TIMES + 1)
+        return max(part, min(free, 1)) if not has else part
+
+    def take(self, producer: str, *, early: bool) -> None:
+        """Count one free slot as lent to this producer."""
+        self._free -= 1
+        self._has[producer, early] += 1
 
 
 class Grants:
     """The landing slots of one rank. Used by one thread.
 
     Args:
-        sessions: those that stand.
+        sessions: with producers, as they come and go.
     """
 
     def __init__(
@@ -37,35 +92,31 @@ class Grants:
         self._config = config
         self._pool = pool
         self._sessions = sessions
-        self._holding: dict[Key, IncomingStream] = {}  # streams that have slots
+        self._holding: dict[Key, IncomingStream] = {}  # streams with slots
         # Streams that can use more slots, in the order in which they are served.
         self._waiting: dict[Key, IncomingStream] = {}
-        # Streams that were cancelled, with their slots and a time. The slots are quarantined until
-        # `Cancelled` comes or the time has passed. Until then the same transfer is not loaded
-        # again: a `Cancelled` does not say which of two loads it confirms the end of.
+        # Cancelled streams, with their slots and a deadline. The slots are quarantined until
+        # `Cancelled` comes or the deadline has passed. Until then the transfer cannot be loaded
+        # again: `Cancelled` does not say which of two loads has ended.
         self._ending: dict[Key, tuple[list[int], float]] = {}
-        # No stream can take a slot that is free, until one comes home or a stream wants more. So
-        # thousands of streams are not asked in every turn.
+        # No waiting stream can have a free slot until a slot comes back or a stream needs more. So
+        # thousands of streams are not looked at in every turn.
         self._settled = False
 
     def wait(self, transfer: str, source: Source, stream: IncomingStream) -> None:
-        """This stream can use more slots, as far as it has chunks for them."""
+        """This stream can use more slots, up to the number of its missing chunks."""
         self._waiting[transfer, source] = stream
         self._settled = False
 
-    def grant(
-        self, transfer: str, source: Source, stream: IncomingStream, wanted: int
-    ) -> list[int]:
-        """Grant as many slots as its producer may have, up to `wanted`."""
+    def grant(self, transfer: str, source: Source, stream: IncomingStream, most: int) -> list[int]:
+        """Grant as many slots as the producer can have, up to `most`."""
         engine_id = self._sessions[source].engine_id
-        room = self._shares().room(engine_id, early=stream.early) if wanted else 0
-        return self._lend(transfer, source, stream, min(wanted, room))
+        room = self._shares().room(engine_id, early=stream.early) if most else 0
+        return self._lend(transfer, source, stream, min(most, room))
 
-    def _lend(
-        self, transfer: str, source: Source, stream: IncomingStream, wanted: int
-    ) -> list[int]:
+    def _lend(self, transfer: str, source: Source, stream: IncomingStream, most: int) -> list[int]:
         taken: list[int] = []
-        while len(taken) < wanted and (slot := self._pool.lend((transfer, source))) is not None:
+        while len(taken) < most and (slot := self._pool.lend((transfer, source))) is not None:
             taken.append(slot)
         stream.slots += taken
         if taken:
@@ -73,21 +124,21 @@ class Grants:
         return taken
 
     def _shares(self) -> Shares:
-        """What producers have now. One may have all slots if no other has a session, and its slots come home with
-        its session: then the next one does not wait long. What lost sessions have left in quarantine is
-        nobody's."""
-        known = self._sessions
-        first = next(iter(known.values()), None)
+        """The slots of producers now. A producer can have all slots if no other has a session, and if its slots are free
+        when its session ends: the next producer does not wait long then. Slots that lost sessions have left in
+        quarantine belong to no producer."""
+        sessions = self._sessions
+        first = next(iter(sessions.values()), None)
         alone = all(
-            first is not None and one.engine_id == first.engine_id and not one.writes_late
-            for one in known.values()
+            first is not None and session.engine_id == first.engine_id and not session.writes_late
+            for session in sessions.values()
         )
-        lent = ((key[1], one.early, len(one.slots)) for key, one in self._holding.items())
+        lent = ((key[1], stream.early, len(stream.slots)) for key, stream in self._holding.items())
         ending = ((key[1], False, len(slots)) for key, (slots, _) in self._ending.items())
         has = (
-            (known[source].engine_id, early, count)
+            (sessions[source].engine_id, early, count)
             for source, early, count in (*lent, *ending)
-            if source in known
+            if source in sessions
         )
         return Shares(self._config.slots, self._pool.free, alone=alone, has=has)
 
@@ -112,30 +163,37 @@ class Grants:
         *,
         cancelled: bool,
     ) -> None:
-        """A stream has ended. Its slots are quarantined until `until`, because its producer may still
-        write into them. If the stream was `cancelled`, its producer says when it has stopped."""
+        """A stream has ended. Its slots are quarantined until `until`, because its producer can still write into them.
+
+        Args:
+            cancelled: its producer will confirm the end of its writes with `Cancelled`.
+        """
         self._waiting.pop((transfer, source), None)
         self._holding.pop((transfer, source), None)
         for slot in stream.slots:
             self._pool.quarantine(slot, until)
         if cancelled:
             self._ending[transfer, source] = stream.slots, until
-        self._settled = False  # its producer has fewer slots, or counts them otherwise
+        self._settled = False  # its producer's share has changed
 
     def is_ending(self, transfer: str, source: Source) -> bool:
-        """Whether this stream was cancelled and has not confirmed it yet."""
+        """Whether this stream was cancelled, and its producer has not confirmed that."""
         return (transfer, source) in self._ending
 
     def confirmed(self, transfer: str, source: Source) -> None:
-        """The producer writes nothing for this transfer any more."""
+        """The producer has confirmed the end of its writes for this transfer."""
         slots, _ = self._ending.pop((transfer, source), ([], 0.0))
         self._pool.release_quarantined(slots)
         self._settled = False
 
     def session_lost(self, source: Source, slots: list[int], *, silenced: bool) -> None:
-        """The producer will confirm nothing any more. If it is `silenced`, it also writes nothing
-        any more into `slots` and the slots of its cancelled streams. If not, they stay in quarantine,
-        and do not count as its own if it begins another session."""
+        """The producer's session has ended: it confirms nothing any more. Its slots stay in quarantine, and do not count as
+        its own if it begins another session.
+
+        Args:
+            slots: of its streams that had not ended.
+            silenced: the producer certainly writes no more. Its slots are free at once.
+        """
         keys = [key for key in self._ending if key[1] == source]
         ending = [slot for key in keys for slot in self._ending.pop(key)[0]]
         if silenced:
@@ -151,7 +209,7 @@ class Grants:
             del self._ending[key]
 
     def grant_free(self, now: float) -> list[Action]:
-        """Grant free slots to the streams that wait for some, one at a time in turn."""
+        """Grant free slots to the streams that wait for slots, one slot at a time, in turn."""
         if self._settled or not self._pool.free:
             return []
         granted: dict[Key, list[int]] = {}
@@ -180,7 +238,7 @@ class Grants:
         """Raises RuntimeError unless every slot is in exactly one place.
 
         Args:
-            streams: all that have not ended.
+            streams: all streams that have not ended.
         """
         if self._pool.free + self._pool.held != self._config.slots:
             raise RuntimeError(
@@ -195,7 +253,9 @@ class Grants:
                 if not self._pool.holds(key, slot):
                     raise RuntimeError(f"slot {slot} is granted to {key}, which does not hold it")
                 granted[slot] = key
-        if self._holding != (has := {key: one for key, one in streams.items() if one.slots}):
+        if self._holding != (
+            has := {key: stream for key, stream in streams.items() if stream.slots}
+        ):
             raise RuntimeError(f"{sorted(self._holding)} are known to have slots, {sorted(has)} do")
         if len(granted) > self._pool.held:
             raise RuntimeError(f"{len(granted)} slots are granted, {self._pool.held} are held")
@@ -216,7 +276,12 @@ class Grants:
     def _may_have(
         self, source: Source, stream: IncomingStream, shares: Shares, before: Shares
     ) -> bool:
-        """Whether a stream may have another slot. `before`: when it could have the first of these."""
+        """Whether a stream can have another slot.
+
+        Args:
+            shares: now.
+            before: at the begin of this grant.
+        """
         session = self._sessions.get(source)  # None: it has just ended, and the stream ends with it
         if session is None or not shares.room(session.engine_id, early=stream.early):
             return False

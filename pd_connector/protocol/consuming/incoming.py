@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer is asked for, what it has others do, and what it knows of a producer."""
+"""The records that pass through a consumer's state machine: the engine's loads, its actions, the chunks that it receives, and
+its sessions with producers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from pd_connector.protocol.wire.peers import Peer, Source
 
 
 class Load(NamedTuple):
-    """A request for KV: prompt tokens [first_token, stop_token) into local pages. There may be no
-    tokens left to want: then only the producer's final token are."""
+    """A request for KV: prompt tokens [first_token, stop_token) into local pages. The range can be empty: then only the
+    producer's final token is needed."""
 
     request: str
     transfer: str
@@ -33,22 +34,25 @@ class Load(NamedTuple):
     pages: tuple[Sequence[int], ...]  # local page ids by table, from the prompt's start; -1: none
     wait: bool  # the prefill may not have ended yet
     engine_id: str = ""  # the producer must be this engine; "": any
-    # The pages hold this KV already, computed here: what comes is compared with them, and no page is
-    # written. Pages that are not here (-1) are passed over.
+    # An audit: the pages hold this KV already, computed here. Received KV is compared with them,
+    # and no page is written. Pages that are not here (-1) are skipped.
     compares: bool = False
     adapter: str = ""  # name and content of the adapter that the KV was computed with
+    # States are wanted as they stand after tokens [0, state_token); 0: none are. Each table of a `state` group lists
+    # the one page that they go into. A load that does not compare wants them if this rank has such groups.
+    state_token: int = 0
 
-    def pages_of(self, route: Route, chunk: Chunk) -> Sequence[int]:
-        """Local page ids that hold the chunk's tokens, as far as there are any."""
-        span = chunk.pages(route.destination.page_size)
+    def pages_of(self, route: Route, planned: Chunk) -> Sequence[int]:
+        """Ids of the local pages that hold the chunk's tokens. Fewer if the load has fewer."""
+        span = planned.pages(route.destination.page_size)
         return self.pages[route.destination.table][span.start : span.stop]
 
 
 class Dial(NamedTuple):
-    """Open a session with this producer (nothing, where one stands or is being opened)."""
+    """Open a session with this producer, unless there is one."""
 
     source: Source
-    addresses: int = 1  # of the transfer that wants it
+    addresses: int = 1  # of the transfer that needs the session
 
 
 class Tell(NamedTuple):
@@ -58,37 +62,56 @@ class Tell(NamedTuple):
     message: messages.Message
 
 
-class PlaceChunk(NamedTuple):
-    """A chunk fits the plan: copy it into these pages, verify its checksum, then call `placed`."""
+class IncomingChunk(NamedTuple):
+    """One chunk that a granted landing slot has received: the consumer's only record of it. As an action: copy it into
+    these pages, verify its checksum, then call `Landings.placed`.
+
+    Attributes:
+        source: the producer's rank that sent it.
+        request: the request whose pages these are.
+        route: of the chunk.
+        planned: the plan's chunk with the number that the header says.
+        pages: ids of this engine's pages that hold the chunk's tokens, in prompt order; -1: none.
+        slot: the landing slot.
+        header: what the producer says of the chunk.
+        payload: the bytes here, or where they lie in the producer's memory (`Pieces`), or the pages here that they
+            have already reached (`Destination`). None if they have not come yet.
+        verified: as in `transport.base.Landed`.
+        comparison: the audit that compares the chunk with these pages; None if the chunk is written into them.
+        early: it came while the prompt was still computed.
+    """
 
     source: Source
-    header: ChunkHeader
+    request: str
     route: Route
-    chunk: Chunk
-    pages: Sequence[int]  # local page ids that hold the chunk's tokens, in prompt order
+    planned: Chunk
+    pages: Sequence[int]
     slot: int
-    # Here, or in the producer's memory, or in its pages already; None: still to come.
+    header: ChunkHeader
     payload: Payload | Pieces | Destination | None
-    request: str  # whose pages they are
-    verified: bool = False  # as in `transport.base.Landed`
-    comparison: Comparison | None = None  # to which it is added, in place of being written
-    early: bool = False  # it came while the prompt was still computed
+    verified: bool = False
+    comparison: Comparison | None = None
+    early: bool = False
 
-    def problem(self, wanted: ChunkHeader) -> tuple[Cause, str] | None:
-        """Why this is not what the plan wants, or None. Checksum and codecs are looked at when the chunk is placed."""
-        chunk = self.chunk
+    def problem(self, expected: ChunkHeader) -> tuple[Cause, str] | None:
+        """What is wrong with the chunk, as (cause, detail), or None. Its checksum and codecs are checked when it is placed.
+
+        Args:
+            expected: the header by the plan.
+        """
         nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
-        if self.header != wanted or nbytes != wanted.nbytes:
-            return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {wanted}, {nbytes} bytes"
-        count = len(chunk.pages(self.route.destination.page_size))
+        if self.header != expected or nbytes != expected.nbytes:
+            return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {expected}, {nbytes} bytes"
+        count = len(self.planned.pages(self.route.destination.page_size))
         gone = self.comparison is None and min(self.pages, default=-1) < 0
         if len(self.pages) != count or gone:
-            return Cause.WINDOW, f"no page for tokens {chunk.first_token}-{chunk.stop_token} here"
+            tokens = f"{self.planned.first_token}-{self.planned.stop_token}"
+            return Cause.WINDOW, f"no page for tokens {tokens} here"
         return None
 
 
 class Held(NamedTuple):
-    """A watched transfer can be loaded, or, with a cause, will not come."""
+    """The KV of a watched transfer can be loaded. With a cause: it will not come."""
 
     request: str
     cause: Cause | None
@@ -96,59 +119,57 @@ class Held(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A load has ended; without a cause every page is in place and verified. A load from the pool that broke off has
-    a cause, and its first pages are in place all the same."""
+    """A load has ended. Without a cause every page is filled and verified. A load from the pool that broke off has a cause,
+    and its first pages are filled nevertheless."""
 
     request: str
     cause: Cause | None
     detail: str
     nbytes: int = 0  # received and verified
     chunks: int = 0
-    seconds: float = 0.0  # since the load began, or since the prefill ended where that was later
-    words: FinalToken | None = None  # what the producer's engine decided besides
-    comparison: Comparison | None = None  # of a load that compares: what it has found
-    stop_token: int = 0  # of a load from the pool: tokens before this one are in place and verified
+    seconds: float = 0.0  # since the load began, or since the prefill ended if that was later
+    final_token: FinalToken | None = None  # from the producer's engine
+    comparison: Comparison | None = None  # of a load that compares: its distances
+    stop_token: int = 0  # of a load from the pool: tokens before this one are filled and verified
     miss: Miss | None = None  # of a load from the pool: what is wrong with the chunk at that token
     source: Source | None = None  # of a load from a producer: its first rank that sends
 
 
 class Stalled(NamedTuple):
-    """A producer that had chunks to send, and slots for them, has sent nothing for
-    `stall_timeout_s`. Its transfer has ended."""
+    """A producer with computed chunks and free slots has sent nothing for `stall_timeout_s`. Its transfer has ended."""
 
     source: Source
 
 
-Action = Dial | Tell | PlaceChunk | Held | Finished | Stalled
+Action = Dial | Tell | IncomingChunk | Held | Finished | Stalled
 
 
 @dataclass(slots=True)
 class ProducerSession:
-    """A session that stands, and what was learnt of its producer."""
+    """A session with a producer's rank: what the handshake agreed on, and the measured rate."""
 
     epoch: int
-    slot_bytes: int  # of its slots
-    routes: Sequence[Route]  # what passes between its rank and this one
+    slot_bytes: int  # of its send slots
+    routes: Sequence[Route]  # along which KV passes from its rank to this one
     read: bool = False  # chunks are read from it, not written by it
-    direct: bool = False  # and leased pages of it, where they lie
+    direct: bool = False  # leased pages are read in place, too
     writes_late: bool = False  # it may write into its slots after this session has ended
-    way: str = ""  # transport and direction in words
+    way: str = ""  # transport and direction, for the log
     bytes_per_s: float | None = None
     engine_id: str = ""
     model: bytes = b""  # digest of all that the producer says of its model
-    told: str = ""  # the same in a few words
-    plain: Sequence[Route] = ()  # the same routes in `raw`, where there is a choice
-    choice: CodecChoice | None = None  # between the two
+    model_text: str = ""  # the same for the log
+    plain: Sequence[Route] = ()  # the same routes in `raw`, if there is a choice
+    choice: CodecChoice | None = None  # between `routes` and `plain`
 
     def counterpart(self, source: Source, *, coded: bool) -> Counterpart:
-        """What audits know the producer by, where its KV comes coded or not."""
+        """The producer as audits know it, with the path of KV that is coded or not."""
         codecs = sorted({route.codec for route in (self.routes if coded else self.plain)})
         path = ", ".join((self.way, *codecs))
-        return Counterpart(source, self.epoch, self.engine_id, self.model, self.told, path)
+        return Counterpart(source, self.epoch, self.engine_id, self.model, self.model_text, path)
 
     def counterparts(self, source: Source) -> list[Counterpart]:
-        """The producer by every path that a transfer of this session can take. The path of the next transfer
-        comes first."""
+        """The producer with each path that a transfer of this session can take; the next transfer's path first."""
         ways = (self.coded, not self.coded) if self.choice is not None else (self.coded,)
         return [self.counterpart(source, coded=coded) for coded in ways]
 
@@ -158,22 +179,22 @@ class ProducerSession:
         return self.choice is None or self.choice.coded
 
     def header(
-        self, load: Load, route: Route, chunk: Chunk, checksum: bytes, passed: str = RAW.name
+        self, load: Load, route: Route, planned: Chunk, checksum: bytes, passed: str = RAW.name
     ) -> ChunkHeader:
-        """What the header of this chunk of a route must say."""
+        """The header that this chunk of a route must have."""
         return header_of(
-            chunk,
+            planned,
             transfer=load.transfer,
             epoch=self.epoch,
             identity=load.identity,
             codec=route.codec,
-            nbytes=chunk.nbytes(route),
+            nbytes=planned.nbytes(route),
             checksum=checksum,
             passed=passed,
         )
 
     def measured(self, nbytes: int, seconds: float, *, coded: bool = True) -> None:
-        """A transfer that never waited for a prefill took this long, after its first chunk."""
+        """A transfer that never waited for its prefill took this long for `nbytes` after its first chunk."""
         if not nbytes or seconds <= 0:
             return
         rate = nbytes / seconds

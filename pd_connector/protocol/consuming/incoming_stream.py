@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer knows of one rank of a producer that sends it a part of a transfer."""
+"""A consumer's record of one producer rank that sends a part of a transfer: its chunks, its slots and its deadline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,40 +13,42 @@ from pd_connector.protocol.wire import messages
 
 @dataclass(slots=True)
 class IncomingStream:
-    """What one rank of the producer sends."""
+    """The part of a transfer that one rank of the producer sends."""
 
-    readers: int  # ranks of this engine that read from it
-    waits_for_words: bool = False  # not received before the prefill has ended, and told so
+    readers: int  # ranks of this engine that read from the producer's rank
+    waits_for_final_token: bool = False  # it is complete only with the producer's final token
     deadline: float = float("inf")
-    waits: bool = False  # for a prefill that need not have ended
-    opened: bool = False
-    accepted: bool = False
-    provisional: bool = False  # not received before the prefill has ended: it may be refused
+    waits: bool = False  # its prefill need not have ended
+    opened: bool = False  # `Open` was sent
+    accepted: bool = False  # `Accept` has come
+    provisional: bool = False  # the producer may still refuse it until the prefill has ended
     complete: bool = False  # the prefill has ended
-    burst: bool = False  # it had ended before anything was sent
+    burst: bool = False  # it had ended before the first `Accept`
     slots: list[int] = field(default_factory=list)  # granted to it
-    coded: bool = True  # not all of it in `raw`
-    routes: Sequence[Route] = ()  # on which it comes
-    chunk_bytes: int = 0  # at most
+    coded: bool = True  # along `ProducerSession.routes`; otherwise along `plain`
+    routes: Sequence[Route] = ()  # along which it comes
+    chunk_bytes: int = 0  # of a payload, at most
     planned: int = 0  # chunks
-    missing: dict[int, Chunk] = field(default_factory=dict)  # those not in pages yet, by sequence
+    missing: dict[int, Chunk] = field(
+        default_factory=dict
+    )  # chunks that are not in pages yet, by sequence
     first_landed: float = 0.0
     nbytes_after_first: int = 0
 
     @property
     def received(self) -> bool:
-        """Whether all that it sends is in pages, and all that it tells has been told."""
-        told = self.complete or not (self.waits_for_words or self.provisional)
-        return self.accepted and told and not self.missing
+        """Whether all chunks are in pages, and the end of the prefill was reported if it is needed."""
+        confirmed = self.complete or not (self.waits_for_final_token or self.provisional)
+        return self.accepted and confirmed and not self.missing
 
     @property
     def early(self) -> bool:
-        """Whether its slots may lie unused, because its prefill is under way."""
+        """Whether its prefill is under way, so that its slots may lie unused."""
         return self.waits and not self.complete
 
     @property
     def timeout(self) -> tuple[Cause, str]:
-        """What a passed deadline means."""
+        """Cause and detail of its end when its deadline has passed."""
         if not self.opened:
             return Cause.UNREACHABLE, "no session within connect_timeout_s"
         if not self.complete:
@@ -58,7 +60,7 @@ class IncomingStream:
     def prepare(
         self, load: Load, session: ProducerSession, slot_bytes: int, *, coded: bool
     ) -> tuple[Cause, str] | None:
-        """Plan chunks that fit the slots of both sides; returns why there is no plan, if so."""
+        """Plan chunks that fit the slots of both sides. Returns why that is not possible, as (cause, detail), or None."""
         self.coded, self.waits = coded, load.wait
         self.routes = session.routes if self.coded else session.plain
         self.chunk_bytes = chunk_limit(
@@ -84,7 +86,7 @@ class IncomingStream:
         return None
 
     def opening(self, load: Load, session: ProducerSession, slots: list[int]) -> messages.Open:
-        """What asks its producer for this stream, into these slots to begin with."""
+        """The message that opens this stream, and grants these slots."""
         return messages.Open(
             transfer=load.transfer,
             identity=load.identity,
@@ -101,7 +103,7 @@ class IncomingStream:
         )
 
     def landed(self, nbytes: int, now: float) -> None:
-        """Take note of the link's speed: of what came after the first chunk."""
+        """A chunk has landed: count the bytes after the first chunk, for the link's rate."""
         if self.first_landed:
             self.nbytes_after_first += nbytes
         else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a consumer knows of one transfer of one request."""
+"""A consumer's record of one transfer of one request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,35 +18,35 @@ from pd_connector.protocol.wire.peers import Peer, Source
 
 @dataclass(slots=True)
 class IncomingTransfer:
-    """One transfer of one request, from all ranks that hold a part of it."""
+    """One transfer of one request, with a stream from each producer rank that holds a part of it."""
 
     request: str
     transfer: str
     streams: dict[Source, IncomingStream]
-    load: Load | None = None  # None: only held, no pages allocated yet
-    watched: bool = False  # the engine wants to hear when there is something to load
-    keep: bool = False  # the producer must keep it until it has been compared
+    load: Load | None = None  # None: the request waits for pages
+    watched: bool = False  # the engine waits for `Held`
+    keep: bool = False  # the producer must keep its pages until they were compared
     began: float = 0.0
     deadline: float = float("inf")  # of a watched hold
-    engine_id: str = ""  # the engine that must answer; "": any
-    since: float = 0.0  # it waits for its prefill
+    engine_id: str = ""  # the producer must be this engine; "": any
+    since: float = 0.0  # when it began to wait for its prefill
     nbytes: int = 0
     chunks: int = 0
-    words: FinalToken | None = None
+    final_token: FinalToken | None = None
     comparison: Comparison | None = None  # of a load that compares
 
     @property
     def next_deadline(self) -> float:
-        """When to look at it again."""
+        """The earliest of its deadlines and its streams' deadlines."""
         return min([self.deadline, *(stream.deadline for stream in self.streams.values())])
 
     @property
     def received(self) -> bool:
-        """Whether all that its ranks send is in pages."""
+        """Whether every stream is received."""
         return all(stream.received for stream in self.streams.values())
 
     def accepted(self, source: Source, complete: bool, now: float) -> bool:
-        """A rank has KV to send, or has computed all of it; returns whether that is news."""
+        """A rank has accepted. Returns whether this is the first message that its prefill has ended."""
         stream = self.streams[source]
         news = complete and not stream.complete
         if news:
@@ -58,19 +58,19 @@ class IncomingTransfer:
         return news
 
     def placed(self, source: Source, header: ChunkHeader) -> None:
-        """A chunk is in its pages, and was right."""
+        """A chunk is in its pages and verified."""
         del self.streams[source].missing[header.sequence]
         self.nbytes += header.nbytes
         self.chunks += 1
 
     def last_message(self, source: Source, cause: Cause | None) -> messages.Done | messages.Cancel:
-        """What a rank is told at the end."""
+        """The last message to a rank."""
         if cause is None:
             return messages.Done(self.transfer)
         return messages.Cancel(self.transfer, cause, self.streams[source].readers)
 
     def outcome(self, cause: Cause | None, detail: str, now: float) -> list[Action]:
-        """What the engine is told at the end."""
+        """The report to the engine at the end."""
         if self.load is not None:
             return [
                 Finished(
@@ -80,7 +80,7 @@ class IncomingTransfer:
                     nbytes=self.nbytes,
                     chunks=self.chunks,
                     seconds=now - self.began,
-                    words=self.words,
+                    final_token=self.final_token,
                     comparison=self.comparison,
                     source=next(iter(self.streams), None),
                 )
@@ -110,20 +110,20 @@ def streams(
     geometry: Geometry,
     shards: Sequence[Shard],
     *,
-    waits_for_words: bool,
+    waits_for_final_token: bool,
 ) -> dict[Source, IncomingStream]:
-    """A stream of each rank of a producer that holds a part of what this rank holds.
+    """A stream for each rank of a producer that holds a part of this rank's shard.
 
     Args:
         peers: all ranks of the producer.
         geometry: of this rank.
         shards: what all ranks of this engine hold.
-        waits_for_words: see `IncomingStream`.
+        waits_for_final_token: see `IncomingStream`.
     """
     heads = frozenset(group.heads for group in geometry.groups)
     return {
         peer.source: IncomingStream(
-            sum(meet(peer.shard, shard, heads) for shard in shards), waits_for_words
+            sum(meet(peer.shard, shard, heads) for shard in shards), waits_for_final_token
         )
         for peer in peers
         if meet(peer.shard, geometry.shard, heads)

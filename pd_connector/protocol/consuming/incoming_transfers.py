@@ -14,7 +14,9 @@ class IncomingTransfers:
     def __init__(self) -> None:
         self._transfers: dict[str, IncomingTransfer] = {}
         self._by_source: dict[Source, dict[str, None]] = {}
-        self._names: dict[Source, tuple[str, ...]] = {}  # of `_by_source`, as far as asked for
+        self._names: dict[
+            Source, tuple[str, ...]
+        ] = {}  # the keys of `_by_source`, for sources that were asked for
         self._by_request: dict[str, str] = {}
         self._deadlines: Deadlines[str] = Deadlines()
 
@@ -43,7 +45,7 @@ class IncomingTransfers:
             self._names.pop(source, None)
 
     def remove(self, transfer: str) -> None:
-        """Forget a transfer; nothing, if there is none of that name."""
+        """Forget a transfer, if there is one of this name."""
         incoming = self._transfers.pop(transfer, None)
         if incoming is None:
             return
@@ -58,8 +60,7 @@ class IncomingTransfers:
                 del self._by_source[source]
 
     def of_source(self, source: Source) -> tuple[str, ...]:
-        """Names of the transfers that this producer has a part of: the same object until they
-        change."""
+        """Names of the transfers with a stream from this producer. The tuple is the same object until they change."""
         names = self._names.get(source)
         if names is None:
             if source not in self._by_source:
@@ -74,25 +75,24 @@ class IncomingTransfers:
         return self._transfers.get(self._by_request.get(request, ""))
 
     def schedule(self, incoming: IncomingTransfer) -> None:
-        """One of its deadlines has become earlier, or has just been looked at."""
+        """Set the transfer's deadline again: one has become earlier, or `due` has returned the transfer."""
         self._deadlines.set(incoming.transfer, incoming.next_deadline)
 
     def due(self, now: float) -> list[IncomingTransfer]:
-        """Transfers to look at: a deadline may have passed."""
+        """Transfers whose deadline has passed. It may have been extended since it was set."""
         return [self._transfers[name] for name in self._deadlines.due(now)]
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError if the indexes disagree with the transfers, or a deadline is not
-        watched."""
-        wanted: dict[Source, set[str]] = {}
+        """Raises RuntimeError if the indexes disagree with the transfers, or a deadline is not set."""
+        expected: dict[Source, set[str]] = {}
         for transfer, incoming in self._transfers.items():
             for source in incoming.streams:
-                wanted.setdefault(source, set()).add(transfer)
+                expected.setdefault(source, set()).add(transfer)
             if incoming.next_deadline < self._deadlines.at(transfer):
                 raise RuntimeError(f"transfer {transfer}: its deadline is not watched")
-        if wanted != {source: set(names) for source, names in self._by_source.items()}:
-            raise RuntimeError(f"transfers by producer {self._by_source}, wanted {wanted}")
-        if wrong := {s: n for s, n in self._names.items() if set(n) != wanted.get(s, set())}:
-            raise RuntimeError(f"names of transfers by producer {wrong}, wanted {wanted}")
+        if expected != {source: set(names) for source, names in self._by_source.items()}:
+            raise RuntimeError(f"transfers by producer {self._by_source}, wanted {expected}")
+        if wrong := {s: n for s, n in self._names.items() if set(n) != expected.get(s, set())}:
+            raise RuntimeError(f"names of transfers by producer {wrong}, wanted {expected}")
         if lost := set(self._by_request.values()) - self._transfers.keys():
             raise RuntimeError(f"transfers {lost} have ended, and their requests are kept")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunk that lands in a slot is believed, and what follows once it is in its pages."""
+"""Decides which landed chunk is used, and what follows when it is in its pages."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.protocol.consuming.fetches import Fetches
 from pd_connector.protocol.consuming.grants import Grants
-from pd_connector.protocol.consuming.incoming import Action, PlaceChunk, ProducerSession
+from pd_connector.protocol.consuming.incoming import Action, IncomingChunk, ProducerSession
 from pd_connector.protocol.consuming.incoming_transfer import IncomingTransfer
 from pd_connector.protocol.consuming.incoming_transfers import IncomingTransfers
 from pd_connector.protocol.wire.header import ChunkHeader
@@ -21,7 +21,7 @@ class Landings:
     """The chunks of all transfers of a consumer. Used by one thread.
 
     Args:
-        sessions: those that stand.
+        sessions: with producers, as they come and go.
     """
 
     def __init__(
@@ -48,55 +48,54 @@ class Landings:
         problem: str = "",
         verified: bool = False,
     ) -> list[Action]:
-        """A chunk has landed. Its bytes are used only if its header fits the plan.
+        """A chunk has landed. It is used only if its header fits the plan.
 
-        A chunk of a transfer that has ended, or that came twice, is dropped: its slot may be
-        another transfer's by now.
+        A chunk of an ended transfer is dropped, and so is a chunk that came twice: another transfer may have its slot by
+        now.
 
         Args:
-            payload: the bytes in the slot, or the producer's pages they can be read from, or where they are
-                already.
-            problem: why the chunk will not come, if so.
+            payload: as in `IncomingChunk`.
+            problem: why the chunk was not read; empty if it was.
             verified: as in `transport.base.Landed`.
         """
         incoming = self._transfers.get(header.transfer)
-        place = self._place(header, slot, payload, verified=verified)
-        if incoming is None or place is None:
+        chunk = self._planned(header, slot, payload, verified=verified)
+        if incoming is None or chunk is None:
             return []
         if problem:
             return self._fetches.finish(incoming, Cause.TRANSPORT, problem, now)
-        if wrong := place.problem(self._wanted(place)):
+        if wrong := chunk.problem(self._header_by_plan(chunk)):
             return self._fetches.finish(incoming, *wrong, now)
-        incoming.streams[place.source].landed(header.nbytes, now)
-        return [place]
+        incoming.streams[chunk.source].landed(header.nbytes, now)
+        return [chunk]
 
-    def expected(self, header: ChunkHeader, slot: int) -> PlaceChunk | None:
-        """Where a chunk belongs that begins to arrive, if it fits the plan. It has not landed yet:
-        `awaits` says whether it is still wanted there."""
-        place = self._place(header, slot, None, verified=False)
-        return None if place is None or place.problem(self._wanted(place)) else place
+    def expected(self, header: ChunkHeader, slot: int) -> IncomingChunk | None:
+        """The chunk that begins to arrive with this header, without its payload; None if it does not fit the plan.
+        Call `awaits` before each write into its pages."""
+        chunk = self._planned(header, slot, None, verified=False)
+        return None if chunk is None or chunk.problem(self._header_by_plan(chunk)) else chunk
 
-    def awaits(self, place: PlaceChunk) -> bool:
-        """Whether a chunk that was `expected` is still wanted, in the same pages."""
-        incoming = self._transfers.get(place.header.transfer)
-        if incoming is None or incoming.load is None or incoming.load.request != place.request:
+    def awaits(self, chunk: IncomingChunk) -> bool:
+        """Whether a chunk that was `expected` can still be written into the same pages."""
+        incoming = self._transfers.get(chunk.header.transfer)
+        if incoming is None or incoming.load is None or incoming.load.request != chunk.request:
             return False
-        stream = incoming.streams.get(place.source)
+        stream = incoming.streams.get(chunk.source)
         return (
             stream is not None
-            and stream.missing.get(place.header.sequence) is place.chunk
-            and self._grants.holds(place.header.transfer, place.source, place.slot)
+            and stream.missing.get(chunk.header.sequence) is chunk.planned
+            and self._grants.holds(chunk.header.transfer, chunk.source, chunk.slot)
         )
 
-    def _place(
+    def _planned(
         self,
         header: ChunkHeader,
         slot: int,
         payload: Payload | Pieces | Destination | None,
         *,
         verified: bool,
-    ) -> PlaceChunk | None:
-        """Where a chunk belongs; None if no load waits for it."""
+    ) -> IncomingChunk | None:
+        """The chunk of the plan with the header's number, and its pages; None if no load waits for it."""
         incoming = self._transfers.get(header.transfer)
         if incoming is None or incoming.load is None:
             return None
@@ -104,57 +103,58 @@ class Landings:
         if source is None:
             return None
         stream = incoming.streams[source]
-        chunk = stream.missing.get(header.sequence)
-        if chunk is None:
+        planned = stream.missing.get(header.sequence)
+        if planned is None:
             return None
-        route = stream.routes[chunk.route]
-        return PlaceChunk(
+        route = stream.routes[planned.route]
+        return IncomingChunk(
             source=source,
-            header=header,
-            route=route,
-            chunk=chunk,
-            pages=incoming.load.pages_of(route, chunk),
-            slot=slot,
-            payload=payload,
             request=incoming.load.request,
+            route=route,
+            planned=planned,
+            pages=incoming.load.pages_of(route, planned),
+            slot=slot,
+            header=header,
+            payload=payload,
             verified=verified,
             comparison=incoming.comparison,
             early=not stream.complete,
         )
 
-    def _wanted(self, place: PlaceChunk) -> ChunkHeader:
-        """What the plan says of this chunk."""
-        incoming = self._transfers.get(place.header.transfer)
+    def _header_by_plan(self, chunk: IncomingChunk) -> ChunkHeader:
+        """The header that the plan has for this chunk. Checksum and `passed` are the producer's: no plan knows them."""
+        header = chunk.header
+        incoming = self._transfers.get(header.transfer)
         assert incoming is not None
         assert incoming.load is not None
-        session, told = self._sessions[place.source], place.header
-        what = incoming.load, place.route, place.chunk
-        return session.header(*what, told.checksum, told.passed)
+        return self._sessions[chunk.source].header(
+            incoming.load, chunk.route, chunk.planned, header.checksum, header.passed
+        )
 
     def placed(
-        self, place: PlaceChunk, problem: Cause | None, detail: str, now: float
+        self, chunk: IncomingChunk, problem: Cause | None, detail: str, now: float
     ) -> list[Action]:
-        """A chunk has been scattered, or found wrong (`problem`)."""
-        transfer, source = place.header.transfer, place.source
+        """A chunk has been written into its pages, or found wrong (`problem`)."""
+        transfer, source = chunk.header.transfer, chunk.source
         incoming = self._transfers.get(transfer)
-        if incoming is None or not self._grants.holds(transfer, source, place.slot):
+        if incoming is None or not self._grants.holds(transfer, source, chunk.slot):
             return []
         if problem is not None:
             return self._fetches.finish(incoming, problem, detail, now)
         stream = incoming.streams[source]
-        incoming.placed(source, place.header)
+        incoming.placed(source, chunk.header)
         self._fetches.placed(source)
-        self._grants.give_back(transfer, source, stream, place.slot)
+        self._grants.give_back(transfer, source, stream, chunk.slot)
         if stream.complete:
             stream.deadline = now + self._config.stall_timeout_s
         return self._fetches.go_on(incoming, source, now)
 
     def _writer(self, incoming: IncomingTransfer, header: ChunkHeader, slot: int) -> Source | None:
-        """The producer that has the header's epoch and was granted this slot for this transfer.
-        One producer may be known by several addresses, and each has a session."""
+        """The producer with the header's epoch that was granted this slot for this transfer. One producer can have several
+        addresses, each with a session."""
         for source in incoming.streams:
             session = self._sessions.get(source)
-            known = session is not None and session.epoch == header.epoch
-            if known and self._grants.holds(header.transfer, source, slot):
+            same_epoch = session is not None and session.epoch == header.epoch
+            if same_epoch and self._grants.holds(header.transfer, source, slot):
                 return source
         return None

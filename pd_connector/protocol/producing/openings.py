@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What consumer ranks have asked a producer for: who watches, who reads, and who has ended."""
+"""The consumer ranks of each transfer of a producer: which watch it, which read it, and which have ended."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ import msgspec
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.plan.route import Route
-from pd_connector.protocol.producing.draining import Draining
 from pd_connector.protocol.producing.outgoing import Action, Free, Reply, SessionId
 from pd_connector.protocol.producing.outgoing_stream import OutgoingStream
 from pd_connector.protocol.producing.outgoing_transfer import OutgoingTransfer
@@ -19,20 +18,76 @@ from pd_connector.protocol.producing.send_queue import SendQueue
 from pd_connector.protocol.wire import messages
 
 _MOST_EARLY_SLOTS = 64
-"""Slots of an opening that are kept until it is known how many chunks there will be."""
+"""Most slots that are kept of an opening whose number of chunks is not known yet."""
 _TOO_MANY = Cause.UNKNOWN_TRANSFER, "too many transfers are asked for that are not announced here"
 _OPENED = Cause.DUPLICATE, "already opened"
+
+
+Key = tuple[SessionId, str]
+"""A stream: the consumer it goes to, and the transfer."""
+
+
+class Draining:
+    """Ended streams whose last writes are still under way. Used by one thread.
+
+    The consumer can use the slots of such a stream again when its last write has ended. `Cancelled` tells it so.
+    """
+
+    def __init__(self) -> None:
+        self._writing: dict[Key, int] = {}
+        self._waiting: set[Key] = set()  # streams whose consumer waits for `Cancelled`
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._writing
+
+    def drain(self, session: SessionId, transfer: str, stream: OutgoingStream) -> None:
+        """The stream has ended. It drains if writes of it are under way."""
+        if stream.writing:
+            self._writing[session, transfer] = stream.writing
+
+    def written(self, session: SessionId, transfer: str) -> list[Action]:
+        """A write of an ended stream has ended. After the last write, a consumer that waits gets its `Cancelled`."""
+        key = session, transfer
+        if key not in self._writing:
+            return []
+        self._writing[key] -= 1
+        if self._writing[key]:
+            return []
+        del self._writing[key]
+        if key not in self._waiting:
+            return []
+        self._waiting.discard(key)
+        return [Reply(session, messages.Cancelled(transfer))]
+
+    def confirm(self, session: SessionId, transfer: str) -> list[Action]:
+        """Send the consumer a `Cancelled` for this transfer: now, or when the last write has ended."""
+        key = session, transfer
+        if key not in self._writing:
+            return [Reply(session, messages.Cancelled(transfer))]
+        self._waiting.add(key)
+        return []
+
+    def lost(self, session: SessionId) -> None:
+        """The consumer is gone: it gets no `Cancelled`."""
+        self._waiting = {key for key in self._waiting if key[0] != session}
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if counts disagree."""
+        if idle := [key for key, writing in self._writing.items() if writing < 1]:
+            raise RuntimeError(f"streams {idle} drain, but have no writes")
+        if unknown := self._waiting - self._writing.keys():
+            raise RuntimeError(f"{unknown} wait for streams that do not drain")
 
 
 class Openings:
     """The consumers' half of all transfers of a producer. Used by one thread.
 
-    A rank that has opened a transfer is one of its readers until it has said `Done` or `Cancel`, or
-    was refused, or is gone. When all readers have ended, the transfer ends.
+    A rank that opens a transfer becomes its reader. It stays a reader until it says `Done` or `Cancel`, is refused, or is
+    gone. When all readers have ended, the transfer ends.
 
     Args:
-        provisional: what comes before the end of a prefill may turn out to be wrong. It is sent
-            only to consumers that can wait for the end.
+        provisional: KV sent before the end of a prefill may turn out to be wrong. It is sent only to consumers that can
+            wait for the end.
     """
 
     def __init__(
@@ -57,7 +112,7 @@ class Openings:
         if outgoing is None:
             if self._past.is_over(transfer):
                 return [_refusal(session, transfer, *self._past.why_not(transfer))]
-            outgoing = self._transfers.asked(session, transfer, now + self._config.lease_s)
+            outgoing = self._transfers.requested(session, transfer, now + self._config.lease_s)
         if outgoing is None:
             return [_refusal(session, transfer, *_TOO_MANY)]
         if outgoing.all_finished:
@@ -77,7 +132,7 @@ class Openings:
         if outgoing is None:
             if not message.wait or self._past.is_over(transfer):
                 return [_refusal(session, transfer, *self._past.why_not(transfer))]
-            outgoing = self._transfers.asked(session, transfer, now + self._config.lease_s)
+            outgoing = self._transfers.requested(session, transfer, now + self._config.lease_s)
         if outgoing is None:
             return [_refusal(session, transfer, *_TOO_MANY)]
         if session in outgoing.streams or outgoing.full(message.readers):
@@ -91,16 +146,16 @@ class Openings:
         return self.start(outgoing, session)
 
     def start(self, outgoing: OutgoingTransfer, session: SessionId) -> list[Action]:
-        """Check an opening against an offer, and accept or refuse it; tell when all is there."""
+        """Check an opening against the engine's offer, and accept or refuse it. Say so again when the prefill has ended."""
         transfer, offer, stream = outgoing.transfer, outgoing.offer, outgoing.streams[session]
         if offer is None:
             return []
-        known = stream.accepted
-        if not known:
+        accepted_before = stream.accepted
+        if not accepted_before:
             slot_bytes = self._config.slot_bytes
             problem = offer.problem(stream.message, stream.routes, slot_bytes) or stream.prepare()
             if problem is not None:
-                # The pages stay leased for a moment (`cancel`): they may be meant for another consumer.
+                # The pages stay leased for a moment (`cancel`): another consumer may be meant.
                 del outgoing.streams[session]
                 outgoing.refused.add(session)
                 return [_refusal(session, transfer, *problem)]
@@ -108,9 +163,11 @@ class Openings:
         stream.leased_only = provisional and not stream.message.provisional
         stream.accepted = True
         self._queue.enqueue(transfer, session)
-        if known and not offer.final:
+        if accepted_before and not offer.final:
             return []
-        accept = messages.Accept(transfer, stream.planned, offer.final, offer.words, provisional)
+        accept = messages.Accept(
+            transfer, stream.planned, offer.final, offer.final_token, provisional
+        )
         return [Reply(session, accept)]
 
     def written(self, session: SessionId, transfer: str, ok: bool, detail: str) -> list[Action]:
@@ -126,8 +183,8 @@ class Openings:
         outgoing = self._transfers.get(transfer)
         if outgoing is None or session not in outgoing.streams:
             return []
-        told: list[Action] = [_refusal(session, transfer, cause, detail)]
-        return told + self._reader_finished(outgoing, session, cause)
+        refusal = _refusal(session, transfer, cause, detail)
+        return [refusal, *self._reader_finished(outgoing, session, cause)]
 
     def done(self, session: SessionId, transfer: str) -> list[Action]:
         """See `Producer.done`."""
@@ -146,18 +203,18 @@ class Openings:
                 return self._draining.confirm(session, transfer)
             if readers > 1 and not self._past.is_over(transfer):
                 until = now + self._config.lease_s
-                outgoing = self._transfers.asked(session, transfer, until)
+                outgoing = self._transfers.requested(session, transfer, until)
             if outgoing is None:
                 self._past.unwant(transfer, cause, now + self._config.lease_s)
                 return [Reply(session, messages.Cancelled(transfer))]
         outgoing.watchers.discard(session)
         if session not in outgoing.streams:
-            known = session in outgoing.refused or session in outgoing.finished
+            has_ended = session in outgoing.refused or session in outgoing.finished
             if session in outgoing.refused and outgoing.final and outgoing.waits:
-                # Mostly no other consumer comes. A consumer that waits says so with each heartbeat.
+                # Usually no other consumer comes. A consumer that waits extends the lease with each heartbeat.
                 outgoing.expires = min(outgoing.expires, now + 2 * self._config.heartbeat_s)
                 self._transfers.schedule(outgoing)
-            if known or outgoing.full(readers):
+            if has_ended or outgoing.full(readers):
                 outgoing.refused.discard(session)
                 return self._draining.confirm(session, transfer)
         outgoing.readers = max(outgoing.readers, readers)
@@ -185,10 +242,10 @@ class Openings:
         *,
         request_ended: bool = False,
     ) -> list[Action]:
-        """End a transfer: who reads or watches it is refused, and its pages may be freed.
+        """End a transfer: its readers and watchers are refused, and its pages are freed.
 
         Args:
-            request_ended: no offer of it can come any more, as after its last one.
+            request_ended: no further offer of it can come, as after its final offer.
         """
         transfer = outgoing.transfer
         self._transfers.remove(outgoing)
@@ -197,15 +254,14 @@ class Openings:
             self._draining.drain(session, transfer, stream)
         actions: list[Action] = []
         if cause is not None:
-            told = (*outgoing.streams, *outgoing.watchers)
-            actions += [_refusal(session, transfer, cause, detail) for session in told]
+            sessions = (*outgoing.streams, *outgoing.watchers)
+            actions += [_refusal(session, transfer, cause, detail) for session in sessions]
         if outgoing.offer is not None and outgoing.offer.final:
             actions.append(Free(outgoing.offer.request, cause))
         return actions
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError if a stream is read while its last opening still ends, or counts of
-        writes disagree."""
+        """Raises RuntimeError if a reader's last opening still drains, or counts of writes disagree."""
         for outgoing in self._transfers:
             for session in outgoing.streams:
                 if (session, outgoing.transfer) in self._draining:
@@ -218,7 +274,7 @@ class Openings:
     def _reader_finished(
         self, outgoing: OutgoingTransfer, session: SessionId, cause: Cause | None
     ) -> list[Action]:
-        """One consumer rank needs nothing more. When all have ended, the transfer ends."""
+        """A reader has ended. After the last reader the transfer ends."""
         transfer = outgoing.transfer
         stream = outgoing.streams.pop(session, None)
         if stream is not None:
@@ -227,7 +283,7 @@ class Openings:
         outgoing.moved = True
         if not outgoing.all_finished:
             return []
-        # A prefill that is under way goes on to its end, where its pages are freed at once.
+        # A prefill that is under way goes on. Its pages are freed when it ends.
         if outgoing.final or self._past.is_unwanted(transfer) or not outgoing.expected:
             return self.end_transfer(outgoing, outgoing.cause, "")
         return []

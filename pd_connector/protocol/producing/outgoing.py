@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer is told of its engine's KV, and what it has others do."""
+"""The records that pass through a producer's state machine: the engine's offers, its actions, and the chunks that it sends."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_connector.errors import Cause
@@ -16,7 +18,7 @@ SessionId = bytes
 
 
 class Offer(NamedTuple):
-    """KV of one request, as far as it has been computed. A later offer replaces it."""
+    """The KV of one request, as far as it is computed. A later offer replaces an earlier one."""
 
     transfer: str
     request: str
@@ -25,18 +27,26 @@ class Offer(NamedTuple):
     prompt_tokens: int
     tokens: int  # [0, tokens) are computed in all layers
     final: bool  # the prefill has ended: from now on the pages are kept until they are freed
-    words: FinalToken | None = None  # what else the engine decided; with the final offer
-    provisional: bool = False  # it may be withdrawn, as wrong, when the prefill has ended
+    final_token: FinalToken | None = None  # with the final offer, if the engine has chosen it
+    provisional: bool = False  # it may turn out to be wrong when the prefill has ended
+    # In the final offer: the pages of `state` groups hold the states after tokens [0, state_token);
+    # 0: they hold none. Each such table lists one page.
+    state_token: int = 0
 
     def problem(
         self, message: messages.Open, routes: Sequence[Route], slot_bytes: int
     ) -> tuple[Cause, str] | None:
-        """Why this KV is not what a consumer asks for, to pass along these routes; or None."""
+        """Why this KV does not fit a consumer's `Open`, as (cause, detail); None if it fits.
+
+        Args:
+            routes: along which it would pass.
+            slot_bytes: of a send slot.
+        """
         if message.identity != self.identity:
             return Cause.TOKENS, "the pages belong to other tokens, images, salt or adapter"
         if not message.first_token <= message.stop_token <= self.prompt_tokens:
-            asked = f"tokens {message.first_token}-{message.stop_token}"
-            return Cause.TOKENS, f"{asked} of a prompt of {self.prompt_tokens}"
+            tokens = f"tokens {message.first_token}-{message.stop_token}"
+            return Cause.TOKENS, f"{tokens} of a prompt of {self.prompt_tokens}"
         least = least_chunk_limit(routes, slot_bytes)
         if not least <= message.chunk_bytes <= slot_bytes:
             fits = f"{least} to {slot_bytes} (a slot)"
@@ -45,10 +55,10 @@ class Offer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How far a prefill step that is under way has come."""
+    """The progress of a prefill step that is under way."""
 
-    tokens: int  # [0, tokens) will be computed when it has ended
-    stop_layer: int  # and are so already in the model's layers below this one
+    tokens: int  # [0, tokens) are computed when the step has ended
+    stop_layer: int  # they are computed now in the model's layers below this one
 
 
 class Reply(NamedTuple):
@@ -59,42 +69,71 @@ class Reply(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The pages of this request are no longer needed; without a cause they were delivered."""
+    """The pages of this request are no longer needed. `cause` is None if they were delivered."""
 
     request: str
     cause: Cause | None
 
 
-class SendChunk(NamedTuple):
-    """Send this chunk to the consumer, against a landing slot that it has granted."""
+@dataclass(slots=True)
+class OutgoingChunk:
+    """One chunk on its way to a consumer: the producer's only record of it, from `Producer.next_send` until the
+    consumer has it. The state machine fills in the first part, and the send pipeline the second.
+
+    Attributes:
+        planned: the plan's chunk: its number, layers and tokens.
+        pages: ids of this engine's pages that hold the chunk's tokens, in prompt order; -1: no longer kept.
+        identity: fingerprint of the tokens whose KV it is.
+        slot: the consumer's landing slot, granted for this chunk.
+        direct: the consumer may read the chunk in the leased pages.
+        early: the prefill of what this consumer asked for has not ended.
+        send_slot: the producer's send slot with the payload; None if it is sent or read from its pages.
+        nbytes: bytes of the payload.
+        checksum: of the payload; empty if the transport verifies every byte.
+        deadline: the chunk is late after this time, in seconds on the agent's clock.
+        session_limit: most chunks of this kind that its session may have under way at a time.
+        in_order: it arrives after the chunks that were written to its session before it.
+    """
 
     transfer: str
     request: str
     session: SessionId
     route: Route
-    chunk: Chunk
-    pages: Sequence[int]  # page ids that hold the chunk's tokens, in prompt order
+    planned: Chunk
+    pages: Sequence[int]
     identity: bytes
     slot: int
-    direct: bool  # it may be read where it lies: by this consumer, and the pages are leased
-    early: bool  # some of what this consumer asked for is still to be computed
+    direct: bool
+    early: bool
+
+    send_slot: int | None = None
+    nbytes: int = 0
+    checksum: bytes = b""
+    deadline: float = math.inf
+    session_limit: float = math.inf
+    in_order: bool = False
 
     @property
     def kept(self) -> bool:
         """Whether the engine still has all of these pages."""
-        wanted = len(self.chunk.pages(self.route.source.page_size))
-        return len(self.pages) == wanted and min(self.pages) >= 0
+        count = len(self.planned.pages(self.route.source.page_size))
+        return len(self.pages) == count and min(self.pages) >= 0
 
-    def header(self, epoch: int, nbytes: int, checksum: bytes, passed: str) -> ChunkHeader:
-        """What this producer says of the chunk."""
+    def header(self, epoch: int, passed: str) -> ChunkHeader:
+        """The header that travels with the chunk.
+
+        Args:
+            epoch: of this process.
+            passed: the coarsest codec in which KV had passed before, on which this KV may have been computed.
+        """
         return header_of(
-            self.chunk,
+            self.planned,
             transfer=self.transfer,
             epoch=epoch,
             identity=self.identity,
             codec=self.route.codec,
-            nbytes=nbytes,
-            checksum=checksum,
+            nbytes=self.nbytes,
+            checksum=self.checksum,
             passed=passed,
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer knows of one consumer rank that reads a transfer: its chunks, and its slots."""
+"""A producer's record of one consumer rank that reads a transfer: the chunks left to send, and its granted slots."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pd_connector.errors import Cause
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import bytes_per_token
-from pd_connector.protocol.producing.outgoing import Offer, SendChunk, Step
+from pd_connector.protocol.producing.outgoing import Offer, OutgoingChunk, Step
 from pd_connector.protocol.wire import messages
 
 _Layers = tuple[int, int, int]
@@ -18,48 +18,47 @@ _Layers = tuple[int, int, int]
 
 @dataclass(slots=True)
 class LayerQueue:
-    """Chunks of the same layers that are not sent yet, by token. If the first of them is not
-    computed, none is."""
+    """The unsent chunks of the same layers, in the order of their tokens. If the first is not computed, none is."""
 
-    last_layer: int  # in model numbering
+    last_layer: int  # by its number in the model
     chunks: deque[Chunk] = field(default_factory=deque)
 
     def computed_in(self, step: Step) -> bool:
-        """Whether the first chunk is computed by a step that is still under way."""
+        """Whether a step that is still under way has computed the first chunk."""
         return self.chunks[0].stop_token <= step.tokens and self.last_layer < step.stop_layer
 
 
 @dataclass(slots=True)
 class OutgoingStream:
-    """One consumer rank that has opened the transfer."""
+    """A consumer rank that has opened the transfer."""
 
     message: messages.Open
     routes: Sequence[Route]
-    credits: deque[int]  # landing slots that it has granted
-    leased_only: bool = False  # nothing is sent to it before the prefill has ended
+    credits: deque[int]  # landing slots that the consumer has granted and no chunk has taken
+    leased_only: bool = False  # no chunk is sent before the prefill has ended
     planned: int = 0  # chunks
-    unsent: int = 0
-    token_bytes: float = 0.0  # on the wire, in all layers
+    unsent: int = 0  # chunks
+    token_bytes: float = 0.0  # bytes of a token on the wire, in all layers
     accepted: bool = False
     writing: int = 0  # writes that have not ended
-    last_gathered: float = float("-inf")  # the engine's step in which a chunk was gathered last
+    last_gathered: float = float("-inf")  # the engine's step in which the last chunk was gathered
     queues: dict[_Layers, LayerQueue] = field(default_factory=dict)
 
     @property
     def begun(self) -> bool:
-        """Whether a chunk was sent to it, or it has room for one."""
+        """Whether a chunk was sent, or a slot is free for one."""
         return bool(self.credits) or self.unsent < self.planned
 
     def prepare(self) -> tuple[Cause, str] | None:
-        """Plan the chunks; returns why there is no plan, if so."""
-        asked = self.message
+        """Plan the chunks. Returns why that is not possible, as (cause, detail), or None."""
+        opening = self.message
         try:
             chunks = plan(
                 self.routes,
-                asked.first_token,
-                asked.stop_token,
-                asked.chunk_bytes,
-                streamed=asked.wait,
+                opening.first_token,
+                opening.stop_token,
+                opening.chunk_bytes,
+                streamed=opening.wait,
             )
         except ValueError as error:
             return Cause.GEOMETRY, str(error)
@@ -75,19 +74,18 @@ class OutgoingStream:
         return None
 
     def credit(self, slots: Sequence[int]) -> None:
-        """Take slots that were granted; more than there are chunks left have no meaning."""
+        """Add slots that the consumer has granted. Slots beyond the number of unsent chunks are ignored."""
         room = self.unsent - len(self.credits)
         self.credits.extend(slots[: max(0, room)])
 
     def link_s(self, tokens: int) -> float:
-        """How long the link takes for `tokens` tokens, in seconds; infinite if its speed was not
-        measured."""
+        """Seconds that the link takes for `tokens` tokens; infinity if its speed was not measured."""
         rate = self.message.bytes_per_s
         return self.token_bytes * tokens / rate if rate else float("inf")
 
-    def take_chunk(self, offer: Offer, step: Step | None) -> tuple[Chunk, int] | None:
-        """The chunk that comes first in the plan among those that are computed, and the landing
-        slot that it goes into; None if there is none. Call it only while there are credits."""
+    def take_chunk(self, offer: Offer, step: Step | None) -> Chunk | None:
+        """Take the first chunk of the plan that is computed; None if there is none. The caller takes a landing slot
+        from `credits` for it."""
         best: LayerQueue | None = None
         least = self.planned
         for queue in self.queues.values():
@@ -99,14 +97,14 @@ class OutgoingStream:
             return None
         self.unsent -= 1
         self.writing += 1
-        return best.chunks.popleft(), self.credits.popleft()
+        return best.chunks.popleft()
 
-    def unsend(self, send: SendChunk) -> None:
-        """What was taken last comes next again."""
+    def unsend(self, chunk: OutgoingChunk) -> None:
+        """Put back the chunk that was taken last, with its landing slot. It comes next again."""
         self.writing -= 1
         self.unsent += 1
-        self.credits.appendleft(send.slot)
-        self.queues[_layers(send.chunk)].chunks.appendleft(send.chunk)
+        self.credits.appendleft(chunk.slot)
+        self.queues[_layers(chunk.planned)].chunks.appendleft(chunk.planned)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if counts disagree."""

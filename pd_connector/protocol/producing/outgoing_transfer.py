@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer knows of one transfer: its KV so far, and who reads it."""
+"""A producer's record of one transfer: the KV on offer, and the consumer ranks that watch, read or have finished."""
 
 from dataclasses import dataclass, field
 
@@ -7,8 +7,8 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.producing.outgoing import (
     Action,
     Offer,
+    OutgoingChunk,
     Reply,
-    SendChunk,
     SessionId,
     Step,
 )
@@ -21,21 +21,25 @@ class OutgoingTransfer:
     """One transfer."""
 
     transfer: str
-    expires: float
-    expected: bool = False
+    expires: float  # it ends at this time, unless it is extended
+    expected: bool = False  # this engine has queued its request
     offer: Offer | None = None
-    step: Step | None = None
+    step: Step | None = None  # of the prefill, if its layers are sent one by one
     streams: dict[SessionId, OutgoingStream] = field(default_factory=dict)
     watchers: set[SessionId] = field(default_factory=set)
-    readers: int = 1  # consumer ranks that will ask for it
-    finished: dict[SessionId, Cause | None] = field(default_factory=dict)  # readers that are done
-    # Sessions that asked and were refused: their `Cancel` is not the true consumer's.
+    readers: int = 1  # consumer ranks that will open it
+    finished: dict[SessionId, Cause | None] = field(
+        default_factory=dict
+    )  # readers that have ended, with their causes
+    # Sessions whose opening was refused. Their `Cancel` is not that of the intended consumer.
     refused: set[SessionId] = field(default_factory=set)
-    sessions: set[SessionId] = field(default_factory=set)  # all that have asked for it
-    # When its lease ends although a consumer speaks for it, if no chunk is sent by then.
+    sessions: set[SessionId] = field(
+        default_factory=set
+    )  # all that watch it, read it or have tried to
+    # The lease ends at this time in spite of heartbeats, if no chunk is sent before.
     lease_ends: float = float("inf")
-    moved: bool = False  # a chunk was sent, or a reader has ended, since the last heartbeat
-    ends_early: bool = False  # for that reason
+    moved: bool = False  # since the last heartbeat a chunk was sent, or a reader has ended
+    ends_early: bool = False  # `expires` is `lease_ends`
 
     @property
     def final(self) -> bool:
@@ -44,7 +48,7 @@ class OutgoingTransfer:
 
     @property
     def expiry(self) -> tuple[Cause, str]:
-        """What it means that it has expired."""
+        """Cause and detail of its end when it has expired."""
         if self.final and self.ends_early:
             return Cause.LEASE_EVICTED, "no decode engine had room for it within wait_timeout_s"
         if self.final:
@@ -55,24 +59,24 @@ class OutgoingTransfer:
 
     @property
     def all_finished(self) -> bool:
-        """Whether every reader has ended, well or badly."""
+        """Whether every reader has ended, with success or without."""
         return len(self.finished) >= self.readers
 
     @property
     def cause(self) -> Cause | None:
-        """The first reason for which a reader did not get everything."""
+        """The cause of the first reader that did not get everything; None if all did."""
         return next((cause for cause in self.finished.values() if cause is not None), None)
 
     @property
     def waits(self) -> bool:
-        """Whether no consumer has begun to fetch it, nor has room for any of it."""
+        """Whether no reader has got a chunk, or has a slot for one."""
         return not self.finished and not any(stream.begun for stream in self.streams.values())
 
     def extend(self, until: float, lease_ends: float) -> None:
-        """A consumer speaks for it: keep it until then, or until its lease ends.
+        """A heartbeat names it: keep it until `until`, or until its lease ends.
 
         Args:
-            lease_ends: when the lease ends if it has moved since the last call.
+            lease_ends: the new end of the lease, if a chunk was sent since the last call.
         """
         if self.moved:
             self.lease_ends, self.moved = lease_ends, False
@@ -80,52 +84,55 @@ class OutgoingTransfer:
         self.expires = max(self.expires, min(until, self.lease_ends))
 
     def link_s(self, tokens: int) -> float:
-        """How long the slowest reader's link takes from what is computed to `tokens`, in seconds."""
+        """Seconds that the slowest reader's link takes for the tokens from those that are computed up to `tokens`."""
         done = self.offer.tokens if self.offer else 0
         return max((stream.link_s(tokens - done) for stream in self.streams.values()), default=0.0)
 
     def offered_by(self, request: str) -> bool:
-        """Whether it is this request's KV; another one may have the same transfer by mistake."""
+        """Whether this request has offered it. Another request can have the same transfer by mistake."""
         return self.offer is not None and self.offer.request == request
 
     def full(self, readers: int) -> bool:
-        """Whether all ranks have asked for the transfer, if a rank says that there are `readers` of them."""
+        """Whether every reader has opened the transfer.
+
+        Args:
+            readers: their number, as another rank says; an earlier rank can have said more.
+        """
         return len(self.streams) + len(self.finished) >= max(self.readers, readers)
 
-    def next_send(self, session: SessionId) -> SendChunk | None:
-        """Take the next chunk that this session has granted a slot for, if it is computed."""
+    def next_send(self, session: SessionId) -> OutgoingChunk | None:
+        """Take the next computed chunk, if this session has granted a slot for it."""
         stream, offer = self.streams.get(session), self.offer
         if stream is None or offer is None or not stream.credits or not stream.accepted:
             return None
         if stream.leased_only:
             return None
-        taken = stream.take_chunk(offer, self.step)
-        if taken is None:
+        planned = stream.take_chunk(offer, self.step)
+        if planned is None:
             return None
         self.moved = True
-        chunk, slot = taken
-        route = stream.routes[chunk.route]
-        span = chunk.pages(route.source.page_size)
-        return SendChunk(
+        route = stream.routes[planned.route]
+        span = planned.pages(route.source.page_size)
+        return OutgoingChunk(
             transfer=self.transfer,
             request=offer.request,
             session=session,
             route=route,
-            chunk=chunk,
+            planned=planned,
             pages=offer.pages[route.source.table][span.start : span.stop],
             identity=offer.identity,
-            slot=slot,
-            direct=stream.message.direct and offer.final and chunk.verbatim,
+            slot=stream.credits.popleft(),
+            direct=stream.message.direct and offer.final and planned.verbatim,
             early=offer.tokens < stream.message.stop_token,
         )
 
     def tell_watchers(self) -> list[Action]:
-        """Tell who waits that the prefill has begun, if it has."""
+        """If the prefill has begun, send `Ready` to all watchers, once."""
         if self.offer is None:
             return []
-        told = [Reply(session, messages.Ready(self.transfer)) for session in self.watchers]
+        replies = [Reply(session, messages.Ready(self.transfer)) for session in self.watchers]
         self.watchers.clear()
-        return [*told]
+        return [*replies]
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if it is in no legal state."""
@@ -135,9 +142,11 @@ class OutgoingTransfer:
             raise RuntimeError("a step is under way, but no prefill")
         if self.final and not self.expected:
             raise RuntimeError("the prefill has ended, and was never expected")
-        asked = len(self.streams) + len(self.finished)
-        if asked > self.readers:
-            raise RuntimeError(f"{asked} readers read or have ended, wanted {self.readers} at most")
+        opened = len(self.streams) + len(self.finished)
+        if opened > self.readers:
+            raise RuntimeError(
+                f"{opened} readers read or have ended, wanted {self.readers} at most"
+            )
         if self.final and self.all_finished:
             raise RuntimeError("all readers have ended, and its pages are still leased")
         for session, stream in self.streams.items():

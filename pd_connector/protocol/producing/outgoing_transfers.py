@@ -10,9 +10,9 @@ from pd_connector.protocol.producing.outgoing_stream import OutgoingStream
 from pd_connector.protocol.producing.outgoing_transfer import OutgoingTransfer
 
 MOST_UNANNOUNCED = 1 << 17
-"""The most transfers that consumers ask for and this engine has not announced (yet)."""
+"""Most transfers that consumers ask for before this engine has announced them."""
 _SHARE_OF_ONE = 4
-"""One session may have the quarter of them."""
+"""Divisor: one session has at most 1/4 of them."""
 
 
 class OutgoingTransfers:
@@ -22,10 +22,10 @@ class OutgoingTransfers:
         self._transfers: dict[str, OutgoingTransfer] = {}
         self._by_session: dict[SessionId, set[str]] = {}
         self._deadlines: Deadlines[str] = Deadlines()
-        self._leases: dict[str, int] = {}  # transfer -> pages, in the order in which they began
+        self._leases: dict[str, int] = {}  # pages by transfer, the oldest lease first
         self.leased_pages = 0
-        self._kept: dict[SessionId, str] = {}  # the transfer that is not evicted for this session
-        self._unannounced: dict[str, SessionId] = {}  # transfer -> who asked for it first
+        self._kept: dict[SessionId, str] = {}  # by session: the transfer that is not evicted
+        self._unannounced: dict[str, SessionId] = {}  # by transfer: the session that asked first
         self._unannounced_of: Counter[SessionId] = Counter()
 
     def __len__(self) -> int:
@@ -44,14 +44,15 @@ class OutgoingTransfers:
         return self._transfers.get(transfer)
 
     def announced(self, transfer: str) -> OutgoingTransfer:
-        """This transfer, which this engine has queued or computed. The caller says how long a transfer that
-        was unknown before is kept."""
+        """The transfer of a request that this engine has queued or computed. A new one expires at once, unless the caller
+        says how long it is kept."""
         self._announce(transfer)
         return self._transfers.get(transfer) or self._new(transfer, 0.0)
 
-    def asked(self, session: SessionId, transfer: str, expires: float) -> OutgoingTransfer | None:
-        """This transfer, which a consumer asks for. One that was not heard of before is kept until
-        `expires`; None if too many are."""
+    def requested(
+        self, session: SessionId, transfer: str, expires: float
+    ) -> OutgoingTransfer | None:
+        """The transfer that a consumer asks for. A new one is kept until `expires`; None if there are too many of them."""
         if (outgoing := self._transfers.get(transfer)) is not None:
             return outgoing
         most = MOST_UNANNOUNCED
@@ -74,21 +75,21 @@ class OutgoingTransfers:
                 del self._unannounced_of[session]
 
     def stream(self, session: SessionId, transfer: str) -> OutgoingStream | None:
-        """What this session reads of the transfer, if it has opened it."""
+        """The stream of the transfer to this session; None if the session has not opened it."""
         outgoing = self._transfers.get(transfer)
         return None if outgoing is None else outgoing.streams.get(session)
 
     def touch(self, session: SessionId, outgoing: OutgoingTransfer) -> None:
-        """This session watches or reads the transfer, or has tried to."""
+        """Note that this session watches or reads the transfer, or has tried to."""
         outgoing.sessions.add(session)
         self._by_session.setdefault(session, set()).add(outgoing.transfer)
 
     def keep(self, session: SessionId, transfer: str) -> None:
-        """This session's consumer is going to audit the transfer. It can do so with one at a time."""
+        """Do not evict this transfer: the session's consumer will audit it. A session audits one at a time."""
         self._kept[session] = transfer
 
     def lose(self, session: SessionId) -> list[OutgoingTransfer]:
-        """A session has ended: what it has touched."""
+        """The session has ended. Returns the transfers that it has touched."""
         self._kept.pop(session, None)
         touched = [self._transfers[name] for name in self._by_session.pop(session, ())]
         for outgoing in touched:
@@ -96,14 +97,14 @@ class OutgoingTransfers:
         return touched
 
     def lease(self, outgoing: OutgoingTransfer) -> None:
-        """Its prefill has ended: its pages are kept from now on."""
+        """The prefill has ended: lease the transfer's pages."""
         assert outgoing.offer is not None
         pages = sum(len(table) for table in outgoing.offer.pages)
         self._leases[outgoing.transfer] = pages
         self.leased_pages += pages
 
     def oldest_waiting(self, but: OutgoingTransfer | None = None) -> OutgoingTransfer | None:
-        """The oldest lease whose fetch has not begun, other than `but` and those that are kept."""
+        """The oldest leased transfer whose fetch has not begun; not `but`, and none that is kept for an audit."""
         kept = set(self._kept.values())
         for transfer in self._leases:
             outgoing = self._transfers[transfer]
@@ -124,11 +125,11 @@ class OutgoingTransfers:
                 del self._by_session[session]
 
     def schedule(self, outgoing: OutgoingTransfer) -> None:
-        """It expires earlier than was known, or has just been looked at."""
+        """Set the transfer's deadline again: it expires earlier than before, or `due` has returned it."""
         self._deadlines.set(outgoing.transfer, outgoing.expires)
 
     def due(self, now: float) -> list[OutgoingTransfer]:
-        """Transfers to look at: they may have expired."""
+        """Transfers whose deadline has passed. They may have been extended since it was set."""
         return [self._transfers[name] for name in self._deadlines.due(now)]
 
     def check_integrity(self) -> None:
@@ -147,7 +148,11 @@ class OutgoingTransfers:
                 raise RuntimeError(f"transfer {transfer}: {unknown} would not be found")
         if leased != self.leased_pages or leased != sum(self._leases.values()):
             raise RuntimeError(f"{self.leased_pages} leased pages, wanted {leased}")
-        unannounced = {t for t, one in self._transfers.items() if not (one.expected or one.offer)}
+        unannounced = {
+            name
+            for name, outgoing in self._transfers.items()
+            if not (outgoing.expected or outgoing.offer)
+        }
         if unannounced != self._unannounced.keys():
             raise RuntimeError(f"{len(self._unannounced)} not announced, wanted {unannounced}")
         if self._unannounced_of != Counter(self._unannounced.values()):

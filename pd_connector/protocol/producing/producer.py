@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producer's state machine: which pages are leased to whom, and what is to be sent next.
+"""The producer's state machine: which pages are leased, and which chunk is sent next.
 
-It has no sockets, no engine and no clock. Events come in as calls with the time; what must happen
-goes out as actions. A transfer has two halves, which may come in either order. Offers come from
-this engine, one with each step of the prefill, and say what is computed: they are here, with the
-leases that the last one begins. Openings (`Open`) come from each consumer rank that needs a part of
-it: they are in `openings`. What is both computed and opened is sent: `send_queue` says what is next.
+It has no sockets, no engine and no clock. Events come in as calls with the time, and actions go out. A transfer has two
+halves, which come in either order:
+
+- Offers come from this engine, one with each step of the prefill. They say what is computed. The final offer begins the
+  lease. This file handles them.
+- Openings (`Open`) come from each consumer rank that needs a part of the transfer. `openings` handles them.
+
+Chunks that are both computed and opened are sent. `send_queue` finds the next one.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,7 +17,14 @@ from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.plan.route import Route
 from pd_connector.protocol.producing.openings import Openings
-from pd_connector.protocol.producing.outgoing import Action, Free, Offer, SendChunk, SessionId, Step
+from pd_connector.protocol.producing.outgoing import (
+    Action,
+    Free,
+    Offer,
+    OutgoingChunk,
+    SessionId,
+    Step,
+)
 from pd_connector.protocol.producing.outgoing_transfer import OutgoingTransfer
 from pd_connector.protocol.producing.outgoing_transfers import OutgoingTransfers
 from pd_connector.protocol.producing.past_transfers import PastTransfers
@@ -22,22 +32,23 @@ from pd_connector.protocol.producing.send_queue import SendQueue
 from pd_connector.protocol.wire import messages
 
 LAYERS_PAY_S = 0.005
-"""Seconds. If the link would need this long or longer for a step's KV after the step, the KV is sent layer by
-layer while the step computes. Splitwise (section 4.2) has a fixed prompt length here."""
+"""Seconds. If the link needs this long or longer for a step's KV, the KV is sent layer by layer while the step computes.
+Splitwise (section 4.2) has a fixed prompt length here."""
 
 
 STARVED_S = 5.0
-"""If a consumer has pages for a prompt, and this engine computes nothing for this time, the oldest waiting lease ends.
-Otherwise the two can wait for each other's pages: the lease for room at the consumer, and the prompt for room here."""
+"""Seconds. If a consumer waits with pages for a prompt, and this engine computes nothing for this time, the oldest waiting
+lease ends. Otherwise the two engines can wait for each other's pages: the lease for room at the consumer, and the prompt
+for room here."""
 
 
 class Producer:
     """All transfers of one rank that produces. Used by one thread.
 
     Args:
-        pages: of the engine's cache. At most `lease_share` of them are leased; None: no limit.
-        late_revokes: pages may have changed before `revoke` is called. What comes before the end of
-            a prefill is provisional then, and only sent to consumers that can wait for the end.
+        pages: number of pages of the engine's cache. At most `lease_share` of them are leased; None: no limit.
+        late_revokes: pages may have changed before `revoke` is called. KV sent before the end of a prefill is
+            provisional then, and goes only to consumers that can wait for the end.
     """
 
     def __init__(
@@ -45,7 +56,7 @@ class Producer:
     ) -> None:
         self._config = config
         self._most_leased = float("inf") if pages is None else config.lease_share * pages
-        self._offered = 0.0  # when this engine last computed, or its leases were looked at
+        self._offered = 0.0  # time of the last offer, or of the last `_make_room`
         self._transfers = OutgoingTransfers()
         self._past = PastTransfers()
         self._queue = SendQueue(self._transfers)
@@ -63,7 +74,7 @@ class Producer:
         return self._transfers.leased_pages
 
     def expect(self, transfer: str, now: float) -> None:
-        """A request with this transfer has been queued here: openings may wait for it."""
+        """This engine has queued a request with this transfer. Openings can wait for it."""
         if self._past.is_unwanted(transfer):
             return
         self._past.begin_again(transfer)
@@ -75,7 +86,7 @@ class Producer:
         self._transfers.schedule(outgoing)
 
     def offer(self, offer: Offer, now: float) -> list[Action]:
-        """KV has been computed. The last offer of a prefill leases its pages to the consumer."""
+        """KV has been computed. The final offer of a prefill leases its pages to the consumer."""
         self._offered = now
         if self._past.is_unwanted(offer.transfer):
             if not offer.final:
@@ -111,8 +122,8 @@ class Producer:
         """The prefill has computed `tokens` tokens.
 
         Args:
-            stop_layer: they are computed in the model's layers below this one, while the step goes
-                on; None if they are computed in all layers.
+            stop_layer: the step still runs, and has computed them in the model's layers below this one. None: they
+                are computed in all layers.
         """
         outgoing = self._transfers.get(transfer)
         if outgoing is None or outgoing.final or not outgoing.offered_by(request):
@@ -129,12 +140,12 @@ class Producer:
     def revoke(
         self, transfer: str, request: str, doubtful_since: float = float("inf")
     ) -> list[Action]:
-        """The request's pages are no longer its own (it was preempted). What has been sent was
-        right, unless it is in doubt; the rest is offered again when it has been computed again.
+        """The request was preempted: its pages belong to others now. It offers the KV again when it has computed it again.
+        Chunks that were sent before are right, unless they are in doubt.
 
         Args:
-            doubtful_since: a reader for which a chunk was gathered in this step of the engine, or
-                later, may have been sent what another request wrote: it is refused.
+            doubtful_since: a step of the engine. A chunk gathered in this step or later may hold what another request
+                wrote. Readers of such chunks are refused.
         """
         outgoing = self._transfers.get(transfer)
         if outgoing is None or outgoing.final or not outgoing.offered_by(request):
@@ -149,8 +160,7 @@ class Producer:
         return actions
 
     def withdraw(self, transfer: str, request: str) -> list[Action]:
-        """The request, which had this transfer, offers no pages, or no longer those that it has
-        offered, leased or not: who reads them is refused the rest."""
+        """The request with this transfer has ended and leaves no pages, leased or not. Its readers are refused the rest."""
         self._past.forget_unwanted(transfer)
         outgoing = self._transfers.get(transfer)
         if outgoing is None:
@@ -162,17 +172,17 @@ class Producer:
         ended = self._openings.end_transfer(
             outgoing, Cause.PREFILL_ENDED, detail, request_ended=True
         )
-        return [action for action in ended if not isinstance(action, Free)]  # it knows
+        return [action for action in ended if not isinstance(action, Free)]  # the engine knows
 
     def give_up(self, transfer: str, detail: str) -> list[Action]:
-        """An unforeseen error: end this transfer, whatever its state."""
+        """End this transfer because of an unexpected error, whatever its state."""
         outgoing = self._transfers.get(transfer)
         return self._openings.end_transfer(outgoing, Cause.INTERNAL, detail) if outgoing else []
 
     def watch(
         self, session: SessionId, transfer: str, now: float, *, keep: bool = False
     ) -> list[Action]:
-        """A consumer wants to hear when the prefill has begun.
+        """A consumer waits for the begin of the prefill.
 
         Args:
             keep: see `messages.Watch`.
@@ -184,7 +194,7 @@ class Producer:
     def open(
         self, session: SessionId, message: messages.Open, routes: Sequence[Route], now: float
     ) -> list[Action]:
-        """A consumer rank asks for KV, which passes along these routes."""
+        """A consumer rank opens a transfer, whose KV passes along these routes."""
         return self._openings.open(session, message, routes, now)
 
     def credit(self, session: SessionId, transfer: str, slots: Sequence[int]) -> None:
@@ -194,38 +204,42 @@ class Producer:
             stream.credit(slots)
             self._queue.enqueue(transfer, session)
 
-    def next_send(self, busy: Collection[SessionId] = ()) -> SendChunk | None:
+    def next_send(self, busy: Collection[SessionId] = ()) -> OutgoingChunk | None:
         """The next chunk to send; None if there is none. Streams that have credit take turns.
 
-        The caller gathers before it calls anything else here: pages may be freed after that.
+        Gather the chunk before any other call here: that call may free its pages.
 
         Args:
             busy: sessions that cannot take a chunk now.
         """
         return self._queue.next_send(busy)
 
-    def peek_send(self, busy: Collection[SessionId] = ()) -> SendChunk | None:
-        """What `next_send` will probably give next. Its pages may be freed before that."""
+    def peek_send(self, busy: Collection[SessionId] = ()) -> OutgoingChunk | None:
+        """The chunk that `next_send` will probably give next. Its pages may be freed before that."""
         return self._queue.peek(busy)
 
-    def gathered(self, send: SendChunk, step: int) -> None:
-        """A chunk has been read from its pages, and posted; `step` is the engine's, counted after
-        that."""
-        stream = self._transfers.stream(send.session, send.transfer)
+    def gathered(self, chunk: OutgoingChunk, step: int) -> None:
+        """A chunk has been read from its pages and posted. `step` is the engine's count of steps after that."""
+        stream = self._transfers.stream(chunk.session, chunk.transfer)
         if stream is not None:
             stream.last_gathered = step
 
-    def unsend(self, send: SendChunk) -> None:
-        """What `next_send` gave cannot be gathered now: its pages have been revoked. It is given
+    def unsend(self, chunk: OutgoingChunk) -> None:
+        """The chunk that `next_send` gave cannot be gathered now: its pages have been revoked. `next_send` gives it
         again only after something has changed, such as an offer."""
-        self._queue.unsend(send)
+        self._queue.unsend(chunk)
 
     def written(self, session: SessionId, transfer: str, ok: bool, detail: str) -> list[Action]:
-        """A write has ended; `session` is the one it went to."""
+        """A write to this session has ended.
+
+        Args:
+            ok: the chunk has arrived.
+            detail: why it has not.
+        """
         return self._openings.written(session, transfer, ok, detail)
 
     def fail(self, session: SessionId, transfer: str, cause: Cause, detail: str) -> list[Action]:
-        """What this consumer wants cannot be sent."""
+        """The transfer cannot be sent to this consumer: refuse it."""
         return self._openings.fail(session, transfer, cause, detail)
 
     def done(self, session: SessionId, transfer: str) -> list[Action]:
@@ -235,11 +249,11 @@ class Producer:
     def cancel(
         self, session: SessionId, transfer: str, cause: Cause, now: float, readers: int = 1
     ) -> list[Action]:
-        """A consumer does not want the transfer (any more); it may never have opened it."""
+        """A consumer cancels the transfer. It need not have opened it."""
         return self._openings.cancel(session, transfer, cause, now, readers)
 
     def heartbeat(self, session: SessionId, transfers: Sequence[str], now: float) -> None:
-        """A consumer still wants these transfers, opened or not: their leases are extended."""
+        """A consumer still needs these transfers, opened or not: extend their leases."""
         for transfer in transfers:
             outgoing = self._transfers.get(transfer)
             if outgoing is not None and outgoing.final:
@@ -247,18 +261,18 @@ class Producer:
                 outgoing.extend(now + config.lease_s, now + config.wait_timeout_s)
 
     def session_lost(self, session: SessionId) -> list[Action]:
-        """A consumer is gone. What it had opened will not be fetched."""
+        """A consumer is gone. It fetches none of its transfers."""
         return self._openings.session_lost(session)
 
     def end_all(self, cause: Cause, detail: str) -> list[Action]:
-        """End every transfer: its KV must not be used any more."""
+        """End every transfer: no KV computed so far can be used any more."""
         actions: list[Action] = []
         for outgoing in list(self._transfers):
             actions += self._openings.end_transfer(outgoing, cause, detail)
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """End what has expired."""
+        """End the transfers that have expired."""
         actions: list[Action] = []
         for outgoing in self._transfers.due(now):
             if outgoing.expires <= now:
@@ -287,8 +301,8 @@ class Producer:
         self._openings.check_integrity()
 
     def _evict(self, new: OutgoingTransfer) -> list[Action]:
-        """If too many pages are leased, end the oldest transfers whose fetch has not begun. So decode
-        engines that do not come for them, or come without room, cannot hold this engine's cache."""
+        """If too many pages are leased, end the oldest transfers whose fetch has not begun. Decode engines that do not
+        fetch, or have no room, then cannot hold this engine's cache."""
         actions: list[Action] = []
         while self._transfers.leased_pages > self._most_leased:
             oldest = self._transfers.oldest_waiting(but=new)
@@ -299,11 +313,11 @@ class Producer:
         return actions
 
     def _make_room(self, now: float) -> list[Action]:
-        """End the oldest waiting lease, if this engine cannot compute what a consumer has pages for (`STARVED_S`)."""
+        """End the oldest waiting lease, if this engine has no room for a prompt that a consumer waits for (`STARVED_S`)."""
         if not self.leased_pages or now < self._offered + STARVED_S:
             return []
         self._offered = now
-        if not any(one.expected and one.streams and not one.final for one in self._transfers):
+        if not any(t.expected and t.streams and not t.final for t in self._transfers):
             return []
         oldest = self._transfers.oldest_waiting()
         if oldest is None:

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stream of a producer sends its next chunk, and which chunk that is."""
+"""Chooses the next chunk that a producer sends."""
 
 from collections.abc import Collection
 
-from pd_connector.protocol.producing.outgoing import SendChunk, SessionId
+from pd_connector.protocol.producing.outgoing import OutgoingChunk, SessionId
 from pd_connector.protocol.producing.outgoing_transfers import OutgoingTransfers
 
 
 class SendQueue:
-    """Streams that may have something to send, in the order of their turns. Used by one thread."""
+    """Streams that may have a chunk to send. They take turns. Used by one thread."""
 
     def __init__(self, transfers: OutgoingTransfers) -> None:
         self._transfers = transfers
         self._ready: dict[tuple[str, SessionId], None] = {}
 
     def enqueue(self, transfer: str, session: SessionId) -> None:
-        """More of this stream is computed, or more slots are granted to it."""
+        """More of this stream is computed, or it has got slots: it may have a chunk to send."""
         stream = self._transfers.stream(session, transfer)
         if stream is not None and stream.accepted and stream.credits:
             self._ready.setdefault((transfer, session))
 
-    def next_send(self, busy: Collection[SessionId]) -> SendChunk | None:
+    def next_send(self, busy: Collection[SessionId]) -> OutgoingChunk | None:
         """See `Producer.next_send`."""
         while True:
             key = next((key for key in self._ready if key[1] not in busy), None)
@@ -29,26 +29,26 @@ class SendQueue:
             del self._ready[key]
             transfer, session = key
             outgoing = self._transfers.get(transfer)
-            send = outgoing.next_send(session) if outgoing else None
-            if send is not None:
+            chunk = outgoing.next_send(session) if outgoing else None
+            if chunk is not None:
                 self._ready[key] = None  # behind all others
-                return send
+                return chunk
 
-    def peek(self, busy: Collection[SessionId]) -> SendChunk | None:
-        """What `next_send` gives, if nothing happens before. Nothing is taken."""
+    def peek(self, busy: Collection[SessionId]) -> OutgoingChunk | None:
+        """The chunk that `next_send` returns, if nothing happens before. It is not taken."""
         for transfer, session in self._ready:
             if session in busy:
                 continue
             outgoing = self._transfers.get(transfer)
-            send = outgoing.next_send(session) if outgoing else None
-            if outgoing is not None and send is not None:
-                outgoing.streams[session].unsend(send)
-                return send
+            chunk = outgoing.next_send(session) if outgoing else None
+            if outgoing is not None and chunk is not None:
+                outgoing.streams[session].unsend(chunk)
+                return chunk
         return None
 
-    def unsend(self, send: SendChunk) -> None:
-        """Take back what `next_send` gave. The stream waits until it is enqueued again."""
-        self._ready.pop((send.transfer, send.session), None)
-        stream = self._transfers.stream(send.session, send.transfer)
+    def unsend(self, chunk: OutgoingChunk) -> None:
+        """Take back the chunk that `next_send` gave. The stream waits until it is enqueued again."""
+        self._ready.pop((chunk.transfer, chunk.session), None)
+        stream = self._transfers.stream(chunk.session, chunk.transfer)
         assert stream is not None  # nothing has happened since
-        stream.unsend(send)
+        stream.unsend(chunk)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of itself in its answer to `describe`: for people and tools, before a session is tried."""
+"""An engine's description of itself, in its answer to `describe`: for people and tools, before a session is tried."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.fields import Count, Name
 
 FIELD = "about"
-"""Where it is in `kv_transfer_params`."""
+"""The field of `kv_transfer_params` that has it."""
 
 
 class About(msgspec.Struct, frozen=True):
-    """An engine of before this struct says nothing, and speaks the first schema.
+    """The defaults are those of an engine older than this struct: it speaks the first schema.
 
     Attributes:
-        version: of pd-connector; empty: not said.
-        newest, oldest: the wire schemas it speaks.
-        model: what its first rank had loaded at its start; None: not said.
+        version: of pd-connector; empty if the engine does not say.
+        newest, oldest: the wire schemas that it speaks.
+        model: the model that its first rank had loaded at its start; None if the engine does not say.
     """
 
     version: Name = ""
@@ -34,30 +34,29 @@ class About(msgspec.Struct, frozen=True):
 
 
 def own(model: ModelFacts | None = None) -> About:
-    """What an engine of this installation says."""
+    """The description of an engine of this installation."""
     return About(__version__, messages.SCHEMA, messages.OLDEST_SCHEMA, model)
 
 
 def written(model: ModelFacts | None) -> dict[str, Any]:
-    """This engine's own, as a field of `kv_transfer_params`."""
+    """The description of this engine, as a field of `kv_transfer_params`."""
     return {FIELD: msgspec.to_builtins(own(model))}
 
 
 def read(params: object) -> About:
-    """What an engine says in the `kv_transfer_params` of its answer, of any type as JSON gave it."""
-    told = params.get(FIELD) if isinstance(params, dict) else None
-    told = told if isinstance(told, dict) else {}
+    """The description in the `kv_transfer_params` of an engine's answer. They can be of any type that JSON has."""
+    field = params.get(FIELD) if isinstance(params, dict) else None
+    fields = field if isinstance(field, dict) else {}
     for names in (About.__struct_fields__, ("version", "newest", "oldest")):
         try:
-            return msgspec.convert({name: told[name] for name in names if name in told}, About)
+            return msgspec.convert({name: fields[name] for name in names if name in fields}, About)
         except msgspec.ValidationError:
-            continue  # a later version may say its model in another way
+            continue  # a later version may describe its model differently
     return About()
 
 
 def apart(ours: About, theirs: About) -> bool | None:
-    """Whether two engines speak no common schema: True if ours is the older one, False if theirs is. None: they speak
-    one."""
+    """Whether two engines have no common schema: True if ours is older, False if theirs is older. None: they have one."""
     if ours.newest < theirs.oldest:
         return True
     return False if theirs.newest < ours.oldest else None

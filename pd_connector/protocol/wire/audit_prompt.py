@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test prompt, with which a pair of engines is audited before users come."""
+"""A test prompt that audits a pair of engines before users come."""
 
 import uuid
 from collections.abc import Mapping
@@ -31,5 +31,5 @@ def audit_body(model: str, params: Mapping[str, Any], salt: str) -> dict[str, An
 
 
 def fresh_salt() -> str:
-    """No engine has a prompt with this salt in its prefix cache: it is computed whole, and can be compared."""
+    """A new salt. No engine has a prompt with it in its prefix cache, so the whole prompt is computed and compared."""
     return uuid.uuid4().hex

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's whole address in the one text that every proxy keeps: `remote_engine_id`.
+"""Writes an engine's address into the one field that every proxy keeps: `remote_engine_id`.
 
-A proxy that starts prefill and decode at once has no answer of the prefill to pass on. llm-d's routing sidecar builds
-the decode request from what an earlier answer said of the engine, and keeps only fields that are a text or a number:
-lists (`remote_ranks`) and fields that it does not know (`remote_seal`) are lost. So the engine's name carries them.
+A proxy that starts prefill and decode at once has no answer of the prefill yet. llm-d's routing sidecar takes the fields of
+an earlier answer for the decode request. It keeps only texts and numbers, so lists (`remote_ranks`) and fields that it does
+not know (`remote_seal`) are lost. The engine's name carries them instead.
 """
 
 import base64
@@ -19,11 +19,11 @@ _Rank = tuple[str, int, int, int, int]
 
 
 class NamedEngine(NamedTuple):
-    """What an engine's name says.
+    """The content of an engine's name.
 
     Attributes:
-        ranks: host, port, first and stop layer, and tensor-parallel rank of each; as in `remote_ranks`.
-        seal: as `remote_seal`.
+        ranks: (host, port, first layer, stop layer, tensor-parallel rank) of each rank, as in `remote_ranks`.
+        seal: as in `remote_seal`.
     """
 
     engine_id: str
@@ -38,7 +38,7 @@ class _Body(msgspec.Struct, array_like=True):
 
 
 def write(engine: NamedEngine) -> str:
-    """The name with the address in it."""
+    """The engine's name with its address."""
     hosts = list(dict.fromkeys(rank[0] for rank in engine.ranks))
     ranks = [(hosts.index(host), *rest) for host, *rest in engine.ranks]
     body = _Body(hosts, ranks, bytes.fromhex(engine.seal))  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def write(engine: NamedEngine) -> str:
 
 
 def read(name: str) -> NamedEngine:
-    """What a name says; a name without an address is the engine's id alone.
+    """The content of a name. A name without an address is the engine's id alone.
 
     Raises:
         ValueError: its address cannot be read.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the fields that messages and headers are made of, with their limits, and how bytes from
-a socket become such structs: here, and nowhere else."""
+"""The types of fields in messages and headers, with their limits, and the one function that decodes bytes from a socket."""
 
 from typing import Annotated, TypeVar
 
@@ -19,10 +18,10 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
-    """What the bytes say, if they fit the decoder's schema.
+    """Decode bytes by the decoder's schema.
 
     Raises:
-        MalformedMessageError: they do not, or they are more than `MAX_MESSAGE_BYTES`.
+        MalformedMessageError: they do not fit the schema, or are more than `MAX_MESSAGE_BYTES`.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise MalformedMessageError(f"message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill engine decided at the end of a prompt, besides its KV: the first token, above all.
+"""The token after a prompt, which the prefill engine sends besides the KV.
 
-Some decode engines continue from a token that the prefill engine has chosen; others compute the
-last prompt token again and choose it themselves. The first kind says in `Hello` what it needs.
+Some decode engines continue from a token that the prefill engine has chosen. They say so in `Hello` (`needs`). Other decode
+engines compute the last prompt token again, and choose the next token themselves.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.wire.fields import Count, Fingerprint, Name
 
 FIRST_TOKEN = "first_token"
-"""The one kind of words so far: the token that follows the prompt."""
+"""The one value of `Hello.needs` so far: the token that follows the prompt."""
 
 MAX_ALTERNATIVES = 1024
 
@@ -22,15 +22,15 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
 class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sent with the end of a transfer, and good for no other.
+    """Sent with the end of a transfer, and valid only for this transfer.
 
     Attributes:
-        transfer: the transfer they end.
-        identity: fingerprint of the prompt they follow.
+        transfer: the transfer.
+        identity: fingerprint of the prompt.
         first_token: the token that follows the prompt.
-        logprob: its log probability, if it was asked for.
-        top_logprobs: the likeliest tokens in its place and their log probabilities, best first.
-        counts: what the prefill engine has counted for the request, such as tokens it had cached.
+        logprob: its log probability, if the request asks for it.
+        top_logprobs: the likeliest tokens in its place with their log probabilities, the likeliest first.
+        counts: counts of the prefill engine for the request, such as cached tokens.
     """
 
     transfer: Name
@@ -43,13 +43,12 @@ class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     counts: Annotated[dict[Name, Count], msgspec.Meta(max_length=32)] = {}
 
     def problem(self, transfer: str, identity: bytes) -> tuple[Cause, str] | None:
-        """Why these are not the words of this transfer, or None."""
+        """Why this is not the final token of this transfer, as (cause, detail), or None."""
         if (self.transfer, self.identity) != (transfer, identity):
             return Cause.WORDS, f"final token of transfer {self.transfer} came with {transfer}"
         return None
 
 
-def untold(needs: Collection[str], told: Collection[str]) -> str:
-    """What a consumer needs to be told and this producer does not tell, such as `first_token`; empty
-    where it tells everything."""
-    return ", ".join(sorted(set(needs) - set(told)))
+def unsent(needs: Collection[str], sends: Collection[str]) -> str:
+    """The values that a consumer needs and a producer does not send, such as `first_token`; empty if it sends all."""
+    return ", ".join(sorted(set(needs) - set(sends)))

@@ -9,19 +9,18 @@ from pd_connector.protocol.wire.fields import Count, Fingerprint, Name, decode
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a producer says of a chunk. The consumer compares every field with the value that it wants,
-    before it uses the bytes.
+    """A producer's description of a chunk. The consumer compares every field with the value by its own plan, before it uses
+    the bytes.
 
     Attributes:
-        transfer: the transfer that the chunk is of.
+        transfer: the chunk's transfer.
         epoch: of the producer's process.
-        sequence: number of the chunk in the plan. The plan's chunk with this number has this `route`,
-            these layers and these tokens.
+        sequence: number of the chunk in the plan, which says its `route`, layers and tokens.
         identity: fingerprint of the tokens whose KV this is.
         codec: name of the route's codec.
         nbytes: bytes of the payload.
-        checksum: of the payload. It may be empty only if the transport verifies every byte of the chunk.
-        passed: the coarsest codec in which KV had passed before, on which this KV may have been computed.
+        checksum: of the payload; empty only if the transport verifies every byte.
+        passed: the coarsest codec in which KV had passed before. This KV can have been computed on such KV.
     """
 
     transfer: Name
@@ -50,7 +49,7 @@ def header_of(
     checksum: bytes,
     passed: str,
 ) -> ChunkHeader:
-    """The header of the plan's `chunk`: what a producer says, and what a consumer compares with."""
+    """The header of the plan's `chunk`. The producer sends it, and the consumer makes it to compare."""
     return ChunkHeader(
         transfer=transfer,
         epoch=epoch,
@@ -78,5 +77,5 @@ def encode_header(header: ChunkHeader) -> bytes:
 
 
 def decode_header(data: bytes) -> ChunkHeader:
-    """The header in these bytes. Raises MalformedMessageError."""
+    """Decode a header. Raises MalformedMessageError."""
     return decode(_decoder, data)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every message between a consumer and a producer, and nothing else.
+"""The messages between a consumer and a producer.
 
 Schema history. A peer whose schema is one back is accepted, once there is a schema after the first:
     1  the first that was released, and so the first that is kept
 
-Within a schema a struct may gain fields at its end, with defaults; anything else is a new schema. What both
-sides compute by themselves and must compute alike is part of the schema, too: the routes of a pair, its plan,
-and the bytes of a payload. `Hello` and `Reject` keep the fields that they have in every schema: a peer of any
-schema must be able to read them, or it is not refused with both versions. Messages are msgpack maps tagged
-with their type. Fields that a peer does not know are passed over.
+Within a schema a struct can gain fields at its end, with defaults. Any other change is a new schema. The schema also covers
+what both sides compute separately and must compute alike: the routes of a pair, its plan, and the bytes of a payload.
+`Hello` and `Reject` keep their fields in every schema, so that a peer of any schema can read them and is refused with both
+versions in the message. Messages are msgpack maps tagged with their type. Unknown fields are ignored.
 """
 
 from typing import Annotated
@@ -24,7 +23,7 @@ from pd_connector.protocol.wire.final_token import FinalToken
 SCHEMA = 1
 OLDEST_SCHEMA = 1
 MAX_PIECES = 1 << 14
-"""Pieces of a chunk that is read from pages, at most."""
+"""Most pieces of a chunk that is read from pages."""
 
 Slot = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 Slots = Annotated[list[Slot], msgspec.Meta(max_length=MAX_SLOTS)]
@@ -39,10 +38,10 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """Consumer, first message of a session: its identity, and what it can take.
+    """Consumer, first message of a session: its identity, and what it can receive.
 
-    `codecs` are those the consumer permits; `readable` the transports over which it can read;
-    `needs` what it must be told with the end of each transfer (`final_token`).
+    `codecs` are those that it permits. `readable` are the transports over which it can read. `needs` is what must come with
+    the end of each transfer (`final_token`).
     """
 
     newest: Count
@@ -58,11 +57,11 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Producer: the session stands. `transport_address` is where its transport is reached.
+    """Producer: the session has begun. `transport_address` is the address of its transport.
 
-    With `read` it does not write chunks: it leaves them, and the consumer reads them. With `direct`
-    it leaves them in leased pages. With `plain` it obeys `Open.coded`. Leases end after
-    `lease_ms` milliseconds without a heartbeat; 0 means not told. It obeys `Heartbeat.next_ms`.
+    With `read` it leaves chunks for the consumer to read, and writes none. With `direct` it leaves them in leased pages.
+    With `plain` it obeys `Open.coded`. A lease ends after `lease_ms` milliseconds without a heartbeat; 0: unknown. The
+    producer obeys `Heartbeat.next_ms`.
     """
 
     schema: Count
@@ -90,10 +89,10 @@ class Reject(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Consumer: tell me (`Ready`) when the prefill of this transfer has begun.
+    """Consumer: send `Ready` when the prefill of this transfer has begun.
 
-    With `keep` its pages stay leased, however much else is leased. They will be compared with what I compute,
-    which takes a while. `keep` holds for one transfer of a session: the last that was named.
+    With `keep` the lease of its pages is not evicted: they are needed for an audit, which takes a while. `keep` holds for
+    one transfer of a session, the last one named.
     """
 
     transfer: Name
@@ -101,21 +100,19 @@ class Watch(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Producer: the prefill of a watched transfer has begun: its KV will come soon."""
+    """Producer: the prefill of a watched transfer has begun. Its KV will come soon."""
 
     transfer: Name
 
 
 class Open(Message, frozen=True):
-    """Consumer: send me these tokens.
+    """Consumer: send tokens [first_token, stop_token) of the prompt whose fingerprint is `identity`.
 
-    They are tokens [first_token, stop_token) of the prompt whose fingerprint is `identity`. With
-    `wait` the prefill may not have started yet. `slots` are granted at once; a chunk has
-    `chunk_bytes` at most. `readers` ranks of the consumer ask this rank for the transfer, and
-    its pages are kept until all of them are done. `bytes_per_s` is what the link was measured to
-    move, 0 if it was not measured. With `direct` the consumer can read the producer's pages.
-    With `provisional` it can wait as `Accept.provisional` asks. If it is not `coded`, all of it
-    comes in `raw`, which the producer must have said it can (`Welcome.plain`).
+    With `wait` the prefill may not have begun. `slots` are granted at once. A chunk has at most `chunk_bytes` bytes.
+    `readers` ranks of the consumer open the transfer at this rank, which keeps the pages until all have ended.
+    `bytes_per_s` is the measured rate of the link; 0: not measured. With `direct` the consumer can read the producer's
+    pages. With `provisional` it can wait as `Accept.provisional` asks. If it is not `coded`, all chunks come in `raw`; the
+    producer must have said that it can do this (`Welcome.plain`).
     """
 
     transfer: Name
@@ -133,22 +130,22 @@ class Open(Message, frozen=True):
 
 
 class Accept(Message, frozen=True):
-    """Producer: there is KV to send, and `chunks` chunks will follow.
+    """Producer: there is KV to send, in `chunks` chunks.
 
-    Sent when the first of it has been computed, and again, `complete`, when the prefill has ended.
-    Then it has the engine's `words`, if there are any. A transfer that is `provisional` may still be
-    refused, so the consumer uses nothing of it before all is complete.
+    Sent when the first KV is computed, and again with `complete` when the prefill has ended.
+    Then it has the prompt's `final_token`, if there is one (`words` on the wire). A transfer that is `provisional`
+    may still be refused, so the consumer uses nothing of it before it is complete.
     """
 
     transfer: Name
     chunks: Count
     complete: bool
-    words: FinalToken | None = None
+    final_token: FinalToken | None = msgspec.field(default=None, name="words")
     provisional: bool = False
 
 
 class Refuse(Message, frozen=True):
-    """Producer, at any time: the transfer has ended, and no further write is started."""
+    """Producer, at any time: the transfer has ended. No further write begins."""
 
     transfer: Name
     cause: Name
@@ -163,8 +160,8 @@ class Credit(Message, frozen=True):
 
 
 class LeftInSlot(Message, frozen=True, tag="Offered"):
-    """Producer, in a session with `read`: a chunk lies in my send slot, to be read into the
-    landing slot that was granted. `number` counts the chunks that are left in this session.
+    """Producer, in a session with `read`: a chunk is left in send slot `send_slot`, to be read into the granted landing slot
+    `slot`. `number` counts the chunks that are left in this session.
 
     On the wire it is `Offered`, and the number is `offer`."""
 
@@ -177,11 +174,11 @@ class LeftInSlot(Message, frozen=True, tag="Offered"):
 
 
 class LeftInPages(Message, frozen=True, tag="OfferedPages"):
-    """Producer, to an `Open` with `direct`: a chunk lies in leased pages of mine, to be read there.
-    It counts against the landing slot that was granted, although the slot is not used.
+    """Producer, to an `Open` with `direct`: a chunk is left in leased pages, to be read there. It takes the granted landing
+    slot `slot`, although the slot stays empty.
 
-    `addresses` are those of its pieces, `piece_bytes` bytes each, in the order of the payload:
-    little-endian words of 64 bits. Their checksum is XXH3.
+    `addresses` are those of its pieces of `piece_bytes` bytes each, in the order of the payload, as little-endian words of
+    64 bits. Their checksum is XXH3.
     """
 
     transfer: Name
@@ -193,20 +190,19 @@ class LeftInPages(Message, frozen=True, tag="OfferedPages"):
 
 
 class Taken(Message, frozen=True):
-    """Consumer: the chunk that was left under this number has been read, or will not be read. On the wire the number
-    is `offer`."""
+    """Consumer: the chunk with this number was read, or will not be read. On the wire the number is `offer`."""
 
     number: Count = msgspec.field(name="offer")
 
 
 class Done(Message, frozen=True):
-    """Consumer: everything is verified and in place; the pages may be freed."""
+    """Consumer: all chunks are verified and in pages. The producer can free its pages."""
 
     transfer: Name
 
 
 class Cancel(Message, frozen=True):
-    """Consumer: no longer wanted. The producer answers `Cancelled`."""
+    """Consumer: the transfer is not needed any more. The producer answers `Cancelled`."""
 
     transfer: Name
     cause: Name
@@ -214,15 +210,15 @@ class Cancel(Message, frozen=True):
 
 
 class Cancelled(Message, frozen=True):
-    """Producer: the transfer has ended, and its last write, too: the slots can be used again."""
+    """Producer: the transfer and its last write have ended. The slots can be used again."""
 
     transfer: Name
 
 
 class Heartbeat(Message, frozen=True):
-    """Consumer: still there, and wants these transfers. Extends their leases.
+    """Consumer: alive, and needs these transfers. Extends their leases.
 
-    The next one comes in `next_ms` milliseconds. 0 means not told: it comes before the session ends.
+    The next heartbeat comes in `next_ms` milliseconds; 0: unknown, but before the session times out.
     """
 
     transfers: Transfers
@@ -230,9 +226,8 @@ class Heartbeat(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """Producer: answer to a heartbeat. `engine_age_ms` is how long ago its engine began its
-    last step, in milliseconds. `weights` is what `ModelFacts.weights_full` is by now: it may have been
-    unknown when the session began."""
+    """Producer: answer to a heartbeat. Its engine began its last step `engine_age_ms` milliseconds ago. `weights` is its
+    present `ModelFacts.weights_full`, which may have been unknown when the session began."""
 
     epoch: Count
     engine_age_ms: Count = 0
@@ -240,11 +235,11 @@ class Pulse(Message, frozen=True):
 
 
 class AskRanks(Message, frozen=True):
-    """Any peer, without a session: asks for the ranks of the engine."""
+    """Any peer, also without a session: asks for the ranks of the engine."""
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """Where a rank's control channel is, and what the rank holds."""
+    """The address of a rank's control channel, and the rank's shard."""
 
     host: Name
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -252,7 +247,7 @@ class RankAddress(msgspec.Struct, frozen=True):
 
 
 class Ranks(Message, frozen=True):
-    """Producer: the answer, all ranks of the engine, this one included."""
+    """Producer: answer to `AskRanks`, with all ranks of the engine, this one included."""
 
     engine_id: Name
     ranks: Annotated[list[RankAddress], msgspec.Meta(max_length=4096)]
@@ -283,16 +278,16 @@ def encode(message: Message) -> bytes:
 
 
 def decode_consumer_message(data: bytes) -> ConsumerMessage:
-    """Decode what a consumer sent. Raises MalformedMessageError."""
+    """Decode a consumer's message. Raises MalformedMessageError."""
     return decode(_from_consumer, data)
 
 
 def decode_producer_message(data: bytes) -> ProducerMessage:
-    """Decode what a producer sent. Raises MalformedMessageError."""
+    """Decode a producer's message. Raises MalformedMessageError."""
     return decode(_from_producer, data)
 
 
 def common_schema(newest: int, oldest: int) -> int | None:
-    """The schema version to speak with a peer that offers these, or None."""
+    """The newest schema that this side and a peer with schemas `oldest` to `newest` both speak; None if there is none."""
     version = min(newest, SCHEMA)
     return version if version >= max(oldest, OLDEST_SCHEMA) else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_transfer_params`: what a proxy puts into a request, and what it gets back.
+"""`kv_transfer_params`: the field of requests and answers in which proxies and engines speak about a handoff.
 
-Names and meanings are those of vLLM's NixlConnector, so that proxies written for it work
-unchanged. `transfer_id`, `describe` and `remote_ranks` are additions; all are optional.
+Names and meanings are those of vLLM's NixlConnector, so that proxies written for it work unchanged. `transfer_id`,
+`describe` and `remote_ranks` are optional additions.
 
     who                   writes                          reads
     proxy, to prefill     `prefill_params`                `parse`
@@ -22,7 +22,7 @@ from pd_connector.protocol.wire import engine_name
 from pd_connector.protocol.wire.peers import Peer, Source
 
 FOREIGN = {"remote_bootstrap_addr": "Mooncake's", "remote_handshake_port": "MoRI-IO's"}
-"""Fields by which decode requests of other connectors' protocols are known."""
+"""Fields that only decode requests of other connectors' protocols have, with the connector."""
 MAX_RANKS = 1024
 """The most ranks of one producer: tensor-parallel size times pipeline stages."""
 
@@ -36,8 +36,7 @@ _Rank = tuple[_Host, _Port, _Count, _Count, _Count]
 
 
 class TransferParams(msgspec.Struct, frozen=True):
-    """The parameters of one request, checked. Fields of other connectors are ignored, and null is taken for
-    a field that is not there."""
+    """The checked parameters of one request. Fields of other connectors are ignored. Null counts as a missing field."""
 
     do_remote_prefill: bool = False
     """The prompt's KV is at `remote_*`: fetch it."""
@@ -56,15 +55,15 @@ class TransferParams(msgspec.Struct, frozen=True):
     remote_block_ids: Any = None
     """Null if the prefill may not have finished. Any other value is not used."""
     remote_num_tokens: _Count | None = None
-    """Tokens of the prompt that the producer has computed: a proxy may append its first token."""
+    """Tokens of the prompt that the producer has computed. The request can have one more, if a proxy appends the first token."""
     remote_seal: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")] = ""
-    """The producer's proof that the address is its own (`control.seal`)."""
+    """The producer's proof of its address (`control.seal`)."""
     transfer_id: _Id | None = None
-    """A name for the KV that the proxy chose, so that it can tell both sides at once."""
+    """A name for the KV that the proxy has chosen, so that it can send both requests at once."""
     describe: bool = False
-    """Keep nothing; only tell this producer's address."""
+    """Keep no KV: only answer with this producer's address."""
     consumes: bool = True
-    """In an answer to `describe`: whether the engine takes KV, too."""
+    """In an answer to `describe`: whether the engine can also fetch KV."""
 
     def peers(self) -> tuple[Peer, ...]:
         """The producer's ranks. Needs `remote_host` and `remote_port`."""
@@ -85,13 +84,13 @@ class TransferParams(msgspec.Struct, frozen=True):
 
 
 class ProducerAddress(NamedTuple):
-    """Where a producer is reached: its answer to `describe`, and a part of every response."""
+    """A producer's address, in its answer to `describe` and in every response."""
 
     engine_id: str
-    peers: tuple[Peer, ...] = ()  # all ranks; the first is the one that `remote_host` names
-    seal: str = ""  # the producer's proof that the address is its own
-    data_ports: tuple[int, ...] = ()  # of its ranks, for people who open firewalls
-    consumes: bool = True  # whether the engine takes KV, too
+    peers: tuple[Peer, ...] = ()  # all ranks; `remote_host` is that of the first
+    seal: str = ""  # the producer's proof of this address
+    data_ports: tuple[int, ...] = ()  # of its ranks, for firewall rules
+    consumes: bool = True  # whether the engine can also fetch KV
 
     @property
     def host(self) -> str:
@@ -102,7 +101,7 @@ class ProducerAddress(NamedTuple):
         return self.peers[0].source.port
 
     def same_place(self, other: "ProducerAddress") -> bool:
-        """Whether both name one place. What else they say may differ: only an answer to `describe` says all."""
+        """Whether both are the same address. Other fields can differ: only an answer to `describe` has them all."""
         return self[:3] == other[:3]
 
     def fields(self) -> dict[str, Any]:
@@ -121,10 +120,10 @@ class ProducerAddress(NamedTuple):
 
 
 def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
-    """Read a request's `kv_transfer_params`; None where it asks for nothing.
+    """Read a request's `kv_transfer_params`; None if they ask for no handoff.
 
     Raises:
-        ValueError: they cannot be followed; the message names the field.
+        ValueError: they are wrong; the message names the field.
     """
     if not params:
         return None
@@ -141,7 +140,7 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
                     f"{field}: the proxy speaks {whose} protocol; PDConnector speaks NixlConnector's: set the proxy to that "
                     "(llm-d's routing sidecar: --kv-connector=nixlv2)"
                 )
-        # A proxy that starts both sides at once has told the prefill engine this name.
+        # A proxy that sends both requests at once has given the prefill engine this name.
         if parsed.transfer_id:
             parsed = msgspec.structs.replace(parsed, remote_request_id=parsed.transfer_id)
         for name in ("remote_request_id", "remote_host", "remote_port"):
@@ -157,8 +156,8 @@ def parse_address(params: object) -> ProducerAddress | None:
         params: that field of the answer as JSON gave it, of any type.
 
     Returns:
-        None where it names no engine, host or port, or a field has a wrong type: another
-        connector, or none, answers there.
+        None if they name no engine, host or port, or a field has a wrong type: another connector, or none, has
+        answered.
     """
     try:
         parsed = _read(params)
@@ -175,19 +174,19 @@ def prefill_params(transfer: str | None = None) -> dict[str, Any]:
     """Parameters of a prefill request whose KV will be fetched.
 
     Args:
-        transfer: a name for the KV, at most 256 characters, so that the decode engine can be
-            told at the same time. Without it the engine chooses one and says it in its answer.
+        transfer: a name for the KV, at most 256 characters, so that the decode request can be sent at the same time.
+            Without it the engine chooses a name, and its answer has it.
     """
-    asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    return asked if transfer is None else {**asked, "transfer_id": transfer}
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    return params if transfer is None else {**params, "transfer_id": transfer}
 
 
 def decode_params(address: ProducerAddress, transfer: str) -> dict[str, Any]:
-    """Parameters of a decode request whose prompt's KV `address` has, or will have.
+    """Parameters of a decode request whose KV comes from the prefill engine at `address`.
 
     Args:
         address: of the prefill engine.
-        transfer: what `prefill_params` of the prefill request named the KV.
+        transfer: the name of the KV in `prefill_params` of the prefill request.
     """
     return {
         "do_remote_prefill": True,
@@ -199,8 +198,7 @@ def decode_params(address: ProducerAddress, transfer: str) -> dict[str, Any]:
 
 
 def describe_params() -> dict[str, Any]:
-    """Parameters of a request to which a prefill engine answers with its address. It keeps
-    nothing for it."""
+    """Parameters of a request that a prefill engine answers with its address. It keeps no KV for it."""
     return {**prefill_params(), "describe": True}
 
 
@@ -212,15 +210,15 @@ def response(
     tokens: int,
     push: bool = False,
 ) -> dict[str, Any]:
-    """What a prefill answers; a proxy puts it into the decode request as it is.
+    """The parameters in a prefill's answer. A proxy puts them into the decode request unchanged.
 
     Args:
         address: of this engine.
         transfer: the name of the KV.
         pages: page ids by page table.
         tokens: tokens of the prompt.
-        push: the proxy may start both sides of the next request at once. Only a proxy that names the KV itself can:
-            vllm-router names it in no prefill request, and takes `push` as a reason to drop our name for it.
+        push: the proxy can send both requests of the next prompt at once. Only a proxy that names the KV itself can do
+            that. vllm-router does not name it, and drops our name if it sees `push`.
     """
     ranks = tuple(tuple(rank) for rank in address.fields()["remote_ranks"])
     named = engine_name.NamedEngine(address.engine_id, ranks, address.seal)
@@ -235,7 +233,7 @@ def response(
 
 
 def description(address: ProducerAddress, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The answer to `describe_params`. A decode engine has no address, and says what it is (`about`)."""
+    """The answer to `describe_params`. A decode engine has no address: its answer is `about` alone."""
     if not (address.peers and address.port):
         return {**(about or {})}
     ports = {"data_ports": sorted(address.data_ports)} if address.data_ports else {}
@@ -244,14 +242,14 @@ def description(address: ProducerAddress, about: Mapping[str, Any] | None = None
 
 
 def _read(params: object) -> TransferParams:
-    """Raises msgspec.ValidationError, or ValueError. Proxies in typed languages write null for what they do not set."""
+    """Raises msgspec.ValidationError or ValueError. Null is a missing field: proxies in typed languages write it."""
     if isinstance(params, Mapping):
         params = {name: value for name, value in params.items() if value is not None}
         if isinstance(name := params.get("remote_engine_id"), str):
-            told = engine_name.read(name)
-            params["remote_engine_id"] = told.engine_id
-            if told.ranks and "remote_ranks" not in params:
-                params |= {"remote_ranks": told.ranks, "remote_seal": told.seal}
+            engine = engine_name.read(name)
+            params["remote_engine_id"] = engine.engine_id
+            if engine.ranks and "remote_ranks" not in params:
+                params |= {"remote_ranks": engine.ranks, "remote_seal": engine.seal}
     return msgspec.convert(params, TransferParams)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of a producer are reached, and what each of them holds."""
+"""The addresses of a producer's ranks, and their shards."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ from pd_connector.kv.geometry import Shard
 
 
 class Source(NamedTuple):
-    """Where one rank of a producer is reached.
+    """The address of one rank of a producer.
 
-    The engine id, if it is not empty, must be the one that answers there.
+    An engine id that is not empty must be that of the engine that answers there.
     """
 
     host: str
@@ -18,12 +18,12 @@ class Source(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in metrics: host and port."""
+        """The rank's name in metrics: host and port."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Peer(NamedTuple):
-    """One rank of a producer, and what it is said to hold."""
+    """One rank of a producer: its address, and its shard as its engine has told it."""
 
     source: Source
     shard: Shard

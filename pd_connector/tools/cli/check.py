@@ -13,10 +13,9 @@ from rich.console import Console
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
-from pd_connector.tools.cli.checks import drafts_together, transfer_config, written_configs
-from pd_connector.tools.cli.checks.drafts_together import Drafting
-from pd_connector.tools.cli.checks.finding import Finding, Status
-from pd_connector.tools.cli.doctor import show
+from pd_connector.tools.cli.checks import configs_together, transfer_config, written_configs
+from pd_connector.tools.cli.checks.finding import Finding, Status, show
+from pd_connector.tools.cli.checks.transfer_config import Drafting
 
 
 def check(
@@ -35,7 +34,9 @@ def check(
     """
     examined = [examine(config, os.environ) for config in configs]
     findings = [finding for one in examined for finding in one.findings]
-    findings += drafts_together.together([engine for one in examined for engine in one.engines])
+    findings += configs_together.drafts_together(
+        [engine for one in examined for engine in one.engines]
+    )
     show(findings, Console())
     if any(finding.status is Status.FAIL for finding in findings):
         raise typer.Exit(1)
@@ -81,9 +82,9 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
         finding = Finding(place, "connector", Status.FAIL, "no kv_connector in it", advice)
         return Examined([finding], [])
     findings = [one for written in found for one in transfer_config.check(written, environment)]
-    findings += transfer_config.together(found)
+    findings += configs_together.together(found)
     if not inline and not text.lstrip().startswith("{"):
-        findings += transfer_config.reaches_others(text, found)
+        findings += configs_together.reaches_others(text, found)
     return Examined(findings, [engine for written in found for engine in written.engines])
 
 

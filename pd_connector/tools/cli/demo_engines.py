@@ -8,9 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pd_connector.tools.cli.asker import Asker
-from pd_connector.tools.cli.cross_asker import CrossAsker
-from pd_connector.tools.cli.sglang_asker import SglangAsker
+from pd_connector.tools.cli.asker import Asker, CrossAsker, SglangAsker, VllmAsker
 from pd_connector.tools.launch import RouterProcess, Service, VllmEngine
 from pd_connector.tools.launch.engine import Role, on_cpu
 from pd_connector.tools.launch.sglang import (
@@ -30,9 +28,6 @@ class EngineName(StrEnum):
     SGLANG_VLLM = "sglang:vllm"
 
 
-AnyAsker = Asker | SglangAsker | CrossAsker
-
-
 class Stage(NamedTuple):
     """Shared by the engines of a demo."""
 
@@ -42,26 +37,28 @@ class Stage(NamedTuple):
     logs: Path
 
 
-Make = Callable[[Stage], tuple[list[Service], Callable[[], AnyAsker]]]
-"""Makes a demo's services, and a function that makes their asker once they run."""
+Demo = tuple[list[Service], Callable[[], Asker]]
+"""A demo's services, and a function that makes their asker once they run."""
 
 
-def _vllm(stage: Stage) -> tuple[list[Service], Callable[[], Asker]]:
+def _vllm(stage: Stage) -> Demo:
     """A pair of vLLM engines and a router, and their asker's maker."""
     prefill = _vllm_engine(stage, "prefill", "kv_producer")
     decode = _vllm_engine(stage, "decode", "kv_consumer")
     router = _router(stage, prefill, decode)
-    return [prefill, decode, router], lambda: Asker(prefill.client, decode.client, router.client)
+    return [prefill, decode, router], lambda: VllmAsker(
+        prefill.client, decode.client, router.client
+    )
 
 
-def _sglang(stage: Stage) -> tuple[list[Service], Callable[[], SglangAsker]]:
+def _sglang(stage: Stage) -> Demo:
     """A pair of SGLang engines and an engine that works alone, and their asker's maker."""
     prefill, decode = _sglang_engine(stage, "prefill"), _sglang_engine(stage, "decode")
     reference = _sglang_engine(stage, None)
     return [prefill, decode, reference], lambda: SglangAsker(prefill, decode, reference)
 
 
-def _vllm_to_sglang(stage: Stage) -> tuple[list[Service], Callable[[], CrossAsker]]:
+def _vllm_to_sglang(stage: Stage) -> Demo:
     """vLLM prefills, SGLang decodes."""
     prefill = _vllm_engine(stage, "prefill", "kv_producer", _EXACT)
     decode = _sglang_engine(stage, "decode")
@@ -70,7 +67,7 @@ def _vllm_to_sglang(stage: Stage) -> tuple[list[Service], Callable[[], CrossAske
     return services, lambda: CrossAsker(decode.client, router.client, reference=prefill.client)
 
 
-def _sglang_to_vllm(stage: Stage) -> tuple[list[Service], Callable[[], CrossAsker]]:
+def _sglang_to_vllm(stage: Stage) -> Demo:
     """SGLang prefills, vLLM decodes."""
     prefill = _sglang_engine(stage, "prefill")
     decode = _vllm_engine(stage, "decode", "kv_consumer", _EXACT)
@@ -114,7 +111,7 @@ def _router(stage: Stage, prefill: Service, decode: Service) -> RouterProcess:
     return RouterProcess([prefill.base_url], [decode.base_url], log_path=log)
 
 
-MAKERS: Mapping[EngineName, Make] = {
+MAKERS: Mapping[EngineName, Callable[[Stage], Demo]] = {
     EngineName.VLLM: _vllm,
     EngineName.SGLANG: _sglang,
     EngineName.VLLM_SGLANG: _vllm_to_sglang,

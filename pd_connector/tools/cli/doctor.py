@@ -2,14 +2,11 @@
 """`pd-connector doctor`: finds what prevents a handoff, and says what to do about it."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from pd_connector.tools.cli.checks import (
     additions,
@@ -25,10 +22,8 @@ from pd_connector.tools.cli.checks import (
     transports,
 )
 from pd_connector.tools.cli.checks.facts import Facts
-from pd_connector.tools.cli.checks.finding import Finding, Status
+from pd_connector.tools.cli.checks.finding import Finding, Status, show
 from pd_connector.tools.launch.progress import working
-
-STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 def doctor(
@@ -78,25 +73,3 @@ def visit(url: str, api_key: str | None = None) -> peer.Visit:
     except asking.PeerError as error:
         return peer.Visit([Finding(url, "URL", Status.FAIL, str(error))])
     return peer.check(base, asking.asker(base, api_key), peer.connect, handshake.greet)
-
-
-def show(findings: Iterable[Finding], console: Console) -> None:
-    """Print a table per area, then one line of summary."""
-    findings = list(findings)
-    for area in dict.fromkeys(finding.area for finding in findings):
-        console.print(escape(area), style="bold", highlight=False)
-        table = Table(box=None, expand=True, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column("status", width=4)
-        table.add_column("name", width=17, overflow="fold")
-        table.add_column("found, and what to do", ratio=1, overflow="fold")
-        for finding in findings:
-            if finding.area == area:
-                style = STYLES[finding.status]
-                said = escape(finding.found)
-                if finding.advice:
-                    said += f"\n[dim]→[/] {escape(finding.advice)}"
-                table.add_row(f"[{style}]{finding.status}[/]", escape(finding.name), said)
-        console.print(table)
-        console.print()
-    count = {status: sum(f.status is status for f in findings) for status in Status}
-    console.print(", ".join(f"{number} {status}" for status, number in count.items()))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting, watching and ending real processes: for `demo`, `bench` and the tests.
 
-- `family`: a process and everything it started, ended as one, and counted (`Census`)
+- `family`: a process and everything it started, ended as one, counted (`Census`), and ended if the launcher dies
 - `proc`: processes as `/proc` shows them
-- `reaper`: ends the families of a launcher that died without ending them
 - `ports`: ports that no other program takes between choosing and listening
 - `service`: an HTTP server that is such a family: readiness, log, restart
 - `start_log`: how far a start has come, and why it failed, from the log

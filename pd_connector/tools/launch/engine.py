@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pd_connector.config import HOST_VARIABLE
-from pd_connector.tools.launch.netns import LINK, Namespace
-from pd_connector.tools.launch.service import Service
+from pd_connector.tools.launch.service import LINK, Network, Service
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 
@@ -77,7 +76,7 @@ class VllmEngine(Service):
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
         python: str = sys.executable,
-        namespace: Namespace | None = None,
+        namespace: Network | None = None,
     ) -> None:
         super().__init__(name, log_path, namespace)
         if (role is None) != (connector is None) and role is not None:

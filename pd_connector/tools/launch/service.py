@@ -10,13 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.launch import start_log
 from pd_connector.tools.launch.client import Client, Samples
 from pd_connector.tools.launch.family import POLITE_S, Family, Popen, stop_all
-from pd_connector.tools.launch.netns import Namespace
 from pd_connector.tools.launch.ports import Port
 
 READY_TIMEOUT_S = 600.0
@@ -29,6 +28,29 @@ class StartError(PDConnectorError):
     """A service did not become ready; the message has the likely cause and the end of its log."""
 
 
+class Network(Protocol):
+    """Another network on this machine, in which a service may run: a network namespace."""
+
+    @property
+    def prefix(self) -> list[str]:
+        """Words before a command to run it there."""
+
+    @property
+    def management(self) -> str:
+        """The address at which this process reaches it."""
+
+    @property
+    def address(self) -> str:
+        """The address for data between services."""
+
+    def port(self) -> int:
+        """A port there that was not given out before."""
+
+
+LINK = "link0"
+"""Name of the device for data in such a network."""
+
+
 class Service(ABC):
     """One server on one port. The port stays reserved over restarts, until the exit.
 
@@ -39,7 +61,7 @@ class Service(ABC):
         self,
         name: str,
         log_path: Path | None,
-        namespace: Namespace | None = None,
+        namespace: Network | None = None,
         *,
         port: int | None = None,
     ) -> None:

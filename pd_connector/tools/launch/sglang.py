@@ -17,8 +17,7 @@ from typing import Any, Literal
 from pd_connector.config import CONFIG_VARIABLE, HOST_VARIABLE
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.launch.engine import LINK_ONLY
-from pd_connector.tools.launch.netns import LINK, Namespace
-from pd_connector.tools.launch.service import Service
+from pd_connector.tools.launch.service import LINK, Network, Service
 
 SglangRole = Literal["prefill", "decode"]
 
@@ -101,7 +100,7 @@ class SglangEngine(Service):
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
-        namespace: Namespace | None = None,
+        namespace: Network | None = None,
     ) -> None:
         super().__init__(name, log_path, namespace, port=port)
         self.model = str(model)

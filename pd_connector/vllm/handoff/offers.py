@@ -121,7 +121,7 @@ class Offers(Part):
             prompt_tokens=tokens,
             tokens=tokens,
             final=True,
-            words=_words(request, transfer, identity),
+            final_token=_final_token(request, transfer, identity),
         )
         answer = transfer_params.response(
             self.address,
@@ -133,7 +133,7 @@ class Offers(Part):
         return Ended(True, answer, (offer,))
 
 
-def _words(request: "Request", transfer: str, identity: bytes) -> FinalToken | None:
+def _final_token(request: "Request", transfer: str, identity: bytes) -> FinalToken | None:
     """The first token, for decode engines that continue from it. vLLM does not tell a connector the token's log
     probability; a router takes that from this engine's answer."""
     if not request.output_token_ids:

@@ -34,11 +34,11 @@ class AdminAuth:
     def sent(self, request: web.Request) -> bool:
         """Whether the request carries the token (`Authorization: Bearer`)."""
         given = request.headers.get("Authorization", "").encode("utf-8", "replace")
-        wanted = f"Bearer {self.token}".encode()
-        return compare_digest(sha256(given).digest(), sha256(wanted).digest())
+        expected = f"Bearer {self.token}".encode()
+        return compare_digest(sha256(given).digest(), sha256(expected).digest())
 
     @contextmanager
-    def told(self, config: RouterConfig, port: int) -> Iterator[None]:
+    def published(self, config: RouterConfig, port: int) -> Iterator[None]:
         """Publish a token that was made here: in the log, and in `token_file(port)` during the block."""
         if not self._made:
             yield

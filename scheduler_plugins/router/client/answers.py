@@ -148,9 +148,9 @@ def headers_to_client(headers: Mapping[str, str], request_id: str) -> CIMultiDic
 
 def retry_after_s(headers: Mapping[str, str]) -> int:
     """Seconds of an engine's `Retry-After`; at least 1."""
-    told = headers.get("Retry-After", "").strip()
+    value = headers.get("Retry-After", "").strip()
     try:
-        left_s = int(told) if told.isdecimal() else _until(told)
+        left_s = int(value) if value.isdecimal() else _until(value)
     except (ValueError, OverflowError):
         return 1  # neither a number nor a date, or too large
     return max(1, min(left_s, LONGEST_RETRY_S))

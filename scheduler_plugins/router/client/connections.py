@@ -84,7 +84,9 @@ class ConnectionLimit:
         """Whether a new connection may stay."""
         if len(self._open) >= self.limit:
             behind, longest = is_behind(), islice(self._idle.items(), _MOST_LOOKS)
-            oldest = next((key for key, one in longest if not (behind and one.may_ask())), None)
+            oldest = next(
+                (key for key, candidate in longest if not (behind and candidate.may_ask())), None
+            )
             if oldest is None:
                 return False
             logger.debug(
@@ -160,7 +162,7 @@ class _Connection(asyncio.Protocol):
             return False
         poll = select.poll()
         poll.register(sock.fileno(), select.POLLIN | select.POLLRDHUP)
-        return any(found == select.POLLIN for _, found in poll.poll(0))
+        return any(events == select.POLLIN for _, events in poll.poll(0))
 
     def stop_timer(self) -> None:
         if self._timer is not None:
@@ -242,13 +244,13 @@ class Reservation:
         too_large = BodyTooLargeError(f"the request body is larger than {limit}")
         if (request.content_length or 0) > self._most_bytes:
             raise too_large
-        found = bytearray()  # grows in place: to join parts in the end would hold the loop
+        body = bytearray()  # grows in place: to join parts in the end would hold the loop
         async for part in _plain(request):
-            if len(found) + len(part) > self._most_bytes:
+            if len(body) + len(part) > self._most_bytes:
                 raise too_large
             self._count(len(part))
-            found += part
-        return found
+            body += part
+        return body
 
     def _count(self, size_bytes: int) -> None:
         uncounted = min(size_bytes, self._uncounted_bytes)
@@ -262,8 +264,8 @@ async def _plain(request: web.BaseRequest) -> AsyncIterator[bytes]:
     `PIECE_BYTES`."""
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in (*_ENCODINGS, "identity", ""):
-        wanted = ", ".join(_ENCODINGS)
-        raise BadRequestError(f"Content-Encoding {encoding[:40]}: must be {wanted} or none")
+        encodings = ", ".join(_ENCODINGS)
+        raise BadRequestError(f"Content-Encoding {encoding[:40]}: must be {encodings} or none")
     inflater = zlib.decompressobj(_ANY_HEADER) if encoding in _ENCODINGS else None
     while part := await request.content.readany():
         if inflater is None:

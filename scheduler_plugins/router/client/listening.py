@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the router listens for HTTP: every port of it has the same limits."""
+"""How the router listens for HTTP: every port has the same limits, and no invalid request leaves a traceback."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from scheduler_plugins.router.client.connections import HEADERS_S, ConnectionLimit
-from scheduler_plugins.router.client.faults import ServerLog
 
 
 def runner_of(app: web.Application, shutdown_s: float) -> web.AppRunner:
@@ -59,3 +62,18 @@ async def listen(
     except (OSError, UnicodeError):  # UnicodeError: the host is not a valid name
         await runner.cleanup()
         raise
+
+
+class ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's log, without a traceback for each invalid request. Any client could fill the disk with tracebacks,
+    and they would look like failures of the router. The client gets the error."""
+
+    def __init__(self) -> None:
+        super().__init__(server_logger)
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
+        if isinstance(exc_info, HttpProcessingError | web.RequestPayloadError):
+            first_line = " ".join(str(exc_info).split())[:200]
+            self.debug(f"{msg}: %s", *args, first_line)
+        else:
+            super().exception(msg, *args, exc_info=exc_info, **more)

@@ -40,8 +40,8 @@ def preflight(request: web.Request, allowed: Sequence[str]) -> web.Response | No
         "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
         "Access-Control-Max-Age": str(MAX_AGE_S),
     }
-    if wanted := request.headers.get("Access-Control-Request-Headers"):
-        headers["Access-Control-Allow-Headers"] = wanted
+    if requested := request.headers.get("Access-Control-Request-Headers"):
+        headers["Access-Control-Allow-Headers"] = requested
     return web.Response(status=204, headers=headers)
 
 

@@ -15,13 +15,16 @@ def check(config: RouterConfig) -> None:
         for_clients,
         "a certificate in PEM form and its own private key",
     )
-    for names, context, wanted in (pair, (("engine_ca",), for_engines, "certificates in PEM form")):
+    for names, context, content in (
+        pair,
+        (("engine_ca",), for_engines, "certificates in PEM form"),
+    ):
         try:
             context(config)
         except OSError as error:
             files = " and ".join(f"{n} {getattr(config, n)}" for n in names if getattr(config, n))
             text = (
-                f"{files}: must be {wanted}, which this user can read ({error.strerror or error})"
+                f"{files}: must be {content}, which this user can read ({error.strerror or error})"
             )
             raise ValueError(text) from None
 

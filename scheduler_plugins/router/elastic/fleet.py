@@ -33,34 +33,34 @@ class Groups:
                 )
             if engine.role in MOVABLE and not engine.whole:
                 groups.setdefault(engine.role_state.place.group, []).append(engine)
-        found = {}
+        movable = {}
         for name, members in groups.items():
-            if not any(one.role_state.place.may for one in members):
+            if not any(member.role_state.place.may for member in members):
                 continue
             if problem := _two_models(name, members):
                 problems.add(problem)
                 continue
-            found[name] = [_member(engine) for engine in members]
+            movable[name] = [_member(engine) for engine in members]
             problems.update(filter(None, [_all_on_both_sides(name, members)]))
             problems.update(filter(None, map(_cannot, members)))
         for problem in sorted(problems - self._said):
             logger.warning("%s", problem)
         self._said = problems
-        return found
+        return movable
 
 
 def _member(engine: BackendEngine) -> Member:
     role_state = engine.role_state
     place, moving = role_state.place, role_state.moving
     if moving is None and engine.switches and not role_state.problem:
-        moving = role_state.wanted  # the settings win over a policy
+        moving = role_state.switch_to  # the settings win over a policy
     home = role_state.home(engine.role)
-    wanted = place.may | {home} if place.may and role_state.wanted is None else frozenset()
+    allowed = place.may | {home} if place.may and role_state.switch_to is None else frozenset()
     return Member(
         engine,
         moving or engine.role,
         home,
-        (wanted & engine.able) | {engine.role},
+        (allowed & engine.able) | {engine.role},
         place.group,
         role_state.since_s,
         engine.up and not engine.draining,
@@ -73,22 +73,22 @@ def _cannot(engine: BackendEngine) -> str:
     place = engine.role_state.place
     lacking = sorted(place.may - engine.able - {engine.role})
     sglang = engine.kind is Kind.SGLANG
-    known = engine.up and engine.kind is not None and (sglang or engine.asked_for_address)
-    if not lacking or not known or engine.role_state.problem:  # the log has said the problem
+    identified = engine.up and engine.kind is not None and (sglang or engine.handover_known)
+    if not lacking or not identified or engine.role_state.problem:  # the log has said the problem
         return ""
     if not sglang:
-        found = "decodes only (kv_consumer, or no PDConnector)"
+        limit = "decodes only (kv_consumer, or no PDConnector)"
         if engine.addresses:
-            found = "prefills only (kv_producer)"
+            limit = "prefills only (kv_producer)"
         do = 'start it with PDConnector and "kv_role": "kv_both"'
     elif engine.switches:
-        found, do = (
+        limit, do = (
             "is an SGLang engine, which has one side",
             f"take {', '.join(lacking)} out of `may`",
         )
     else:
-        found, do = "is an SGLang engine with a fixed side", "start it with --enable-pd-role-switch"
-    return f"{engine.url} is never moved to {', '.join(lacking)}: it {found}; {do}"
+        limit, do = "is an SGLang engine with a fixed side", "start it with --enable-pd-role-switch"
+    return f"{engine.url} is never moved to {', '.join(lacking)}: it {limit}; {do}"
 
 
 def _all_on_both_sides(group: str, engines: Sequence[BackendEngine]) -> str:

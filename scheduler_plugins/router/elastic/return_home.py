@@ -33,22 +33,22 @@ class ReturnHome:
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
         self._failures: dict[_Wish, _Failure] = {}
-        self._told: set[_Wish] = set()  # wishes for which the log has named another router
+        self._logged: set[_Wish] = set()  # wishes for which the log has named another router
 
     def moves(self, now_s: float) -> list[Move]:
         """Switches to begin now. A router that does not lead its fellows begins none."""
         wishes: dict[_Wish, BackendEngine] = {
-            (engine.name, engine.role_state.wanted): engine
+            (engine.name, engine.role_state.switch_to): engine
             for engine in self._pool.engines
-            if engine.role_state.wanted is not None
+            if engine.role_state.switch_to is not None
             and engine.up
             and engine.switches
             and not self._pool.leaves(engine)
         }
-        self._failures = {wish: one for wish, one in self._failures.items() if wish in wishes}
+        self._failures = {wish: kept for wish, kept in self._failures.items() if wish in wishes}
         for wish, failure in self._failures.items():
             wishes[wish].role_state.problem = failure.problem
-        self._told &= wishes.keys()
+        self._logged &= wishes.keys()
         if not self._pool.leads:
             self._leave_to_others(wishes.keys())
             return []
@@ -65,16 +65,20 @@ class ReturnHome:
 
     def failed(self, engine: str, now_s: float, cause: str) -> None:
         """The move failed. It is tried again after a pause, which doubles with each failure in a row."""
-        for one in self._pool.engines:
-            if one.name != engine or one.role_state.wanted is None:
+        for candidate in self._pool.engines:
+            if candidate.name != engine or candidate.role_state.switch_to is None:
                 continue
-            wish = (engine, one.role_state.wanted)
+            wish = (engine, candidate.role_state.switch_to)
             before = self._failures.get(wish)
             count = 1 if before is None else before.failures + 1
             wait_s = pause_s(count, DWELL_S)
-            again = f"the switch to {one.role_state.wanted} is tried again after {wait_s:g} s"
-            self._failures[wish] = _Failure(now_s + wait_s, count, f"{one.url}: {cause}; {again}")
-            logger.info("%s: %s", one.url, again)
+            again = (
+                f"the switch to {candidate.role_state.switch_to} is tried again after {wait_s:g} s"
+            )
+            self._failures[wish] = _Failure(
+                now_s + wait_s, count, f"{candidate.url}: {cause}; {again}"
+            )
+            logger.info("%s: %s", candidate.url, again)
 
     def _is_due(self, wish: _Wish, now_s: float) -> bool:
         failure = self._failures.get(wish)
@@ -85,36 +89,38 @@ class ReturnHome:
     ) -> set[BackendEngine]:
         """Those to begin with: one of each side that has another engine. If no side has, all sides begin, because
         waiting would not help. But a group waits for a switch that failed: a swap must not be half made."""
-        moving = {_side(one) for one in all_wanted if one.role_state.moving is not None}
+        moving = {
+            _side(candidate) for candidate in all_wanted if candidate.role_state.moving is not None
+        }
         first = dict[tuple[str, Role], BackendEngine]()
         for engine in due:
             if engine.role_state.moving is None and _side(engine) not in moving:
                 first.setdefault(_side(engine), engine)
-        able = {one for one in first.values() if self._has_another(one)}
+        able = {candidate for candidate in first.values() if self._has_another(candidate)}
         if able or moving:
             return able
-        failed = {_side(one)[0] for one in all_wanted if one not in due}
-        return {one for (group, _), one in first.items() if group not in failed}
+        failed = {_side(candidate)[0] for candidate in all_wanted if candidate not in due}
+        return {candidate for (group, _), candidate in first.items() if group not in failed}
 
     def _has_another(self, engine: BackendEngine) -> bool:
         group, role = _side(engine)
         return any(
-            one is not engine
-            and one.up
-            and one.serves(role)
-            and one.role_state.place.group == group
-            and not (one.draining or one.role_state.moving)
-            for one in self._pool.engines
+            other is not engine
+            and other.up
+            and other.serves(role)
+            and other.role_state.place.group == group
+            and not (other.draining or other.role_state.moving)
+            for other in self._pool.engines
         )
 
     def _leave_to_others(self, wishes: Collection[_Wish]) -> None:
-        for url, role in sorted(set(wishes) - self._told):
+        for url, role in sorted(set(wishes) - self._logged):
             logger.info(
                 "%s: the settings say %s. Another router decides on roles (or no router of --fellows sends messages). It "
                 "switches the engine when its own settings say the same",
                 *(url, role),
             )
-            self._told.add((url, role))
+            self._logged.add((url, role))
 
 
 def _why(engine: BackendEngine, role: Role) -> str:

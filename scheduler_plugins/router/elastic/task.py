@@ -39,19 +39,19 @@ _REPAIR = "what it wants is left out. Repair the policy, or name another one (--
 def _assumed(config: RouterConfig, members: Iterable[Member]) -> str:
     """What the policy assumes or does not know, because neither settings nor engines say it; empty: nothing."""
     lacking = []
-    if all(one.slo.ttft_s == inf for one in config.classes):
+    if all(qos_class.slo.ttft_s == inf for qos_class in config.classes):
         lacking.append(f"{ASSUMED_TTFT_S:g} s to the first token")
-    if all(one.slo.tpot_s == inf for one in config.classes):
+    if all(qos_class.slo.tpot_s == inf for qos_class in config.classes):
         lacking.append(f"{ASSUMED_TPOT_S:g} s for each further token")
-    told = ""
+    text = ""
     if lacking:
-        told = f"; no class has a promise (slo), so {' and '.join(lacking)} are assumed"
-    if not any(one.view.costs.knows_decode for one in members):
-        told += (
+        text = f"; no class has a promise (slo), so {' and '.join(lacking)} are assumed"
+    if not any(member.view.costs.knows_decode for member in members):
+        text += (
             "; no engine's costs of decode steps are known (--profile), so only queues and room count until streams "
             "have taught them"
         )
-    return told
+    return text
 
 
 class Bounded(RolePolicy):
@@ -97,8 +97,8 @@ class Elastic:
             yield
         finally:
             moves = list(self._moves)
-            for one in (task, *moves):
-                one.cancel()
+            for each in (task, *moves):
+                each.cancel()
             await asyncio.gather(task, *moves, return_exceptions=True)
 
     async def run(self) -> None:
@@ -132,36 +132,38 @@ class Elastic:
             begun_s = time.perf_counter()
             moves = controller.moves(Fleet(members, self._pool.history, waiting), now_s)
             took_s = time.perf_counter() - begun_s
-            self._tell(group, moving.policy, controller.fault, took_s, now_s)
-            for move in (_by(moving.policy, one) for one in moves):
+            self._note_fault(group, moving.policy, controller.fault, took_s, now_s)
+            for move in (_by(moving.policy, proposal) for proposal in moves):
                 if moving.dry_run:
                     self._only_say(controller, move)
                 else:
                     self._begin(controller, move, moving.policy)
 
-    def _tell(
+    def _note_fault(
         self, group: str, policy: str, fault: BaseException | None, took_s: float, now_s: float
     ) -> None:
         """Log and count what is wrong with a policy."""
-        told = f"group {group}: role policy {policy}"
+        title = f"group {group}: role policy {policy}"
         faults = self._faults.setdefault(group, Faults(logger, _REPAIR))
         if fault is not None:
             cause = cause_of(fault)
             self._pool.metrics.policy_faults.labels(policy, cause).inc()
-            faults.note(cause, f"{told} failed: {text_of(fault)}", now_s, raised_by(fault))
+            faults.note(cause, f"{title} failed: {text_of(fault)}", now_s, raised_by(fault))
         if took_s > SLOW_S and (fault is None or cause_of(fault) != "late"):
-            faults.note("slow", f"{told} {slow_text(took_s)}", now_s)
+            faults.note("slow", f"{title} {slow_text(took_s)}", now_s)
 
     def _awaits(self, group: str) -> bool:
         """Whether an engine of the group has never been up."""
-        known = [one for one in self._pool.engines if one.role_state.place.group == group]
-        return not all(one.starts for one in known)
+        members = [
+            engine for engine in self._pool.engines if engine.role_state.place.group == group
+        ]
+        return not all(engine.starts for engine in members)
 
     def _controller(self, group: str, moving: Moving, members: Iterable[Member]) -> RoleController:
         bounds = self._pool.config.groups.get(group, Bounds())
-        known = self._controllers.get(group)
-        if known is not None and known[:2] == (moving, bounds):
-            return known[2]
+        present = self._controllers.get(group)
+        if present is not None and present[:2] == (moving, bounds):
+            return present[2]
         made = RoleController(
             Bounded(create(moving.policy)),
             min_prefill=bounds.min_prefill,
@@ -213,7 +215,7 @@ class Elastic:
             outcome("done")
 
     def _engine(self, move: Move) -> BackendEngine:
-        return next(one for one in self._pool.engines if one.name == move.engine)
+        return next(engine for engine in self._pool.engines if engine.name == move.engine)
 
     def _note(self, engine: BackendEngine, move: Move, outcome: str) -> Callable[[str], None]:
         """Show the decision on the live page. Returns a function that sets its outcome."""

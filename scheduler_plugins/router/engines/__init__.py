@@ -7,7 +7,7 @@
 | `exchange` | one request to one engine, watched until its end |
 | `connections`, `connection`, `answer` | HTTP to engines: the pool of connections, one connection, one streamed
 answer |
-| `inquiry`, `addresses` | the router's own questions to one engine |
+| `inquiry` | the router's own questions to one engine |
 | `watch`, `engine_set`, `pool`, `circuit` | the task that watches one engine, all engines, and the circuit breaker of
 one |
 | `counted_load`, `others`, `engine_reports` | the load of engines: counted here, counted by other routers, reported

@@ -30,30 +30,31 @@ class FollowedRanks:
     @property
     def block_tokens(self) -> int:
         """Tokens of one block of the engine; 0 before any rank has reported it."""
-        return max((one.block_tokens for one in self.by_rank.values()), default=0)
+        return max((follower.block_tokens for follower in self.by_rank.values()), default=0)
 
     @property
     def lag_s(self) -> float | None:
         """Age of the batch that was applied last, of any rank; None: no batch came."""
         return max(
-            (one.lag_s for one in self.by_rank.values() if one.lag_s is not None), default=None
+            (follower.lag_s for follower in self.by_rank.values() if follower.lag_s is not None),
+            default=None,
         )
 
     @property
     def reached(self) -> bool:
         """Whether the publishers of all ranks are connected, as far as is known."""
-        return all(one.reached is not False for one in self.by_rank.values())
+        return all(follower.reached is not False for follower in self.by_rank.values())
 
     def describe(self) -> dict[str, Any]:
         """The state of the engine's cache, for `/health`; one entry a rank if there are several."""
-        told = {rank: one.describe() for rank, one in sorted(self.by_rank.items())}
-        if len(told) == 1:
-            return next(iter(told.values()))
-        blocks = sum(one["blocks"] for one in told.values())
+        states = {rank: follower.describe() for rank, follower in sorted(self.by_rank.items())}
+        if len(states) == 1:
+            return next(iter(states.values()))
+        blocks = sum(state["blocks"] for state in states.values())
         return {
             "source": "events",
             "blocks": blocks,
-            "ranks": {str(n): one for n, one in told.items()},
+            "ranks": {str(n): state for n, state in states.items()},
         }
 
 
@@ -88,21 +89,23 @@ class EngineCaches:
             self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         followed = self._followed.setdefault(engine.name, FollowedRanks())
         engine.follower = followed
-        wanted = dict[int, tuple[str, str | None]]()
+        endpoints = dict[int, tuple[str, str | None]]()
         for rank in ranks:
             events = _moved(endpoint, rank - first)
             if events is not None:
-                wanted[rank] = (events, _moved(replay, rank - first))
-        for rank, known in list(followed.by_rank.items()):
-            if wanted.get(rank) == known.endpoints:
-                del wanted[rank]
+                endpoints[rank] = (events, _moved(replay, rank - first))
+        for rank, present in list(followed.by_rank.items()):
+            if endpoints.get(rank) == present.endpoints:
+                del endpoints[rank]
             else:
                 self._unfollow(engine, rank)
-        for rank, (events, replays) in wanted.items():
-            one = EventFollower(engine.name, events, replays, self.prefixes, self._context, rank)
-            followed.by_rank[rank] = one
+        for rank, (events, replays) in endpoints.items():
+            follower = EventFollower(
+                engine.name, events, replays, self.prefixes, self._context, rank
+            )
+            followed.by_rank[rank] = follower
             name = f"events of {engine.url}, rank {rank}"
-            followed.tasks[rank] = asyncio.create_task(one.run(), name=name)
+            followed.tasks[rank] = asyncio.create_task(follower.run(), name=name)
 
     def unfollow(self, engine: BackendEngine) -> None:
         """Stop following the engine, and forget its events."""
@@ -121,8 +124,8 @@ class EngineCaches:
     def lost(self, engine: BackendEngine) -> None:
         """The engine ended, or may have ended: forget its cache."""
         if (followed := self._followed.get(engine.name)) is not None:
-            for one in followed.by_rank.values():
-                one.engine_lost()
+            for follower in followed.by_rank.values():
+                follower.engine_lost()
         self.prefixes.forget(engine.name)
 
     def removed(self, engine: BackendEngine) -> None:
@@ -139,14 +142,14 @@ class EngineCaches:
     def describe(self, engine: BackendEngine) -> dict[str, Any]:
         """The state of the engine's cache, for `/health`."""
         if (followed := self._followed.get(engine.name)) is not None:
-            told = followed.describe()
+            description = followed.describe()
         else:
             state = self.prefixes.state(engine.name)
-            told = {"source": state.source, "blocks": state.blocks}
+            description = {"source": state.source, "blocks": state.blocks}
         if engine.store is not None:
             chunks = self.prefixes.store_chunks(engine.store.store)
-            told |= {"pool": engine.store.name, "pool_chunks": chunks}
-        return told
+            description |= {"pool": engine.store.name, "pool_chunks": chunks}
+        return description
 
     def lag_s(self, engine: BackendEngine) -> float | None:
         """Age of the engine's last batch of events when it was applied; None: no batch came."""
@@ -160,7 +163,7 @@ class EngineCaches:
 
     async def close(self) -> None:
         """Stop following all engines."""
-        tasks = [task for one in self._followed.values() for task in one.tasks.values()]
+        tasks = [task for ranks in self._followed.values() for task in ranks.tasks.values()]
         self._followed.clear()
         for task in tasks:
             task.cancel()

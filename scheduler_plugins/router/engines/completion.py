@@ -68,7 +68,7 @@ async def status_of(status: int, kind: str, content: bytes, *, completes: bool) 
     Raises:
         EngineFailedError: it is not an answer.
     """
-    wanted = "200 and an object with choices" if completes else "200 and a JSON object or list"
+    expected = "200 and an object with choices" if completes else "200 and a JSON object or list"
     is_text = kind.startswith("text/") or "json" in kind or not kind
     if status == 200 and content and not (completes or is_text):
         return status
@@ -86,7 +86,7 @@ async def status_of(status: int, kind: str, content: bytes, *, completes: bool) 
     if 400 <= code < 500:
         return code
     cause = f"status_{code}" if code >= 500 else "malformed"
-    raise EngineFailedError(cause, f"it answered {status} (wanted: {wanted}): {said}")
+    raise EngineFailedError(cause, f"it answered {status} (wanted: {expected}): {said}")
 
 
 def good_events(events: bytes, *, completes: bool) -> bytes:
@@ -129,19 +129,19 @@ def _is_good(event: bytes, *, completes: bool) -> bool:
 
 def _fits(form: msgspec.json.Decoder[Any], content: bytes) -> bool:
     try:
-        found = form.decode(content)
+        value = form.decode(content)
     except msgspec.ValidationError:
         return False
     except (ValueError, RecursionError):
         try:  # Python's own parser reads NaN, which engines may write
-            found = msgspec.convert(json.loads(content), form.type)
+            value = msgspec.convert(json.loads(content), form.type)
         except (ValueError, RecursionError):
             return False
     if form is _EVENT:
-        return found.choices is not msgspec.UNSET or found.error is not msgspec.UNSET
+        return value.choices is not msgspec.UNSET or value.error is not msgspec.UNSET
     if form is _ANY:
-        return isinstance(found, list) or bool(found.keys() - {"error"})
-    return form is _OBJECT or bool(found.choices)
+        return isinstance(value, list) or bool(value.keys() - {"error"})
+    return form is _OBJECT or bool(value.choices)
 
 
 def _code_in(content: bytes) -> int:

@@ -109,10 +109,14 @@ class EngineConnections:
         loop = asyncio.get_running_loop()
         since = loop.time() - self._reuse_s
         for origin, idle in list(self._idle.items()):
-            kept = [one for one in idle if one.idle_since > since and not one.closing]
-            for one in idle:
-                if one not in kept:
-                    one.abort()
+            kept = [
+                connection
+                for connection in idle
+                if connection.idle_since > since and not connection.closing
+            ]
+            for connection in idle:
+                if connection not in kept:
+                    connection.abort()
             if kept:
                 self._idle[origin] = kept
             else:

@@ -154,7 +154,7 @@ class EngineLoad:
         """The engine said that it has no room until this time."""
         self._full_until_s = max(self._full_until_s, until_s)
 
-    def told(self, queued_s: float, batch: int, context: int, now_s: float) -> None:
+    def reported(self, queued_s: float, batch: int, context: int, now_s: float) -> None:
         """Correct the counts by the engine's report. The correction holds until the next report.
 
         Requests of the last `KNOWN_AFTER_S` are left out of the comparison, as the report may miss them.
@@ -164,7 +164,9 @@ class EngineLoad:
             batch: sequences that decode at the engine, with `context` tokens in their caches.
         """
         known_s = sum(
-            one.cost_s for one in self._prefills.values() if one.sent_s <= now_s - KNOWN_AFTER_S
+            prefill.cost_s
+            for prefill in self._prefills.values()
+            if prefill.sent_s <= now_s - KNOWN_AFTER_S
         )
         known_s += self.others.sum(Count.QUEUED_S)  # when each of those was sent is unknown
         under_way_s = min(known_s, now_s - self._all_busy_since_s) if known_s else 0.0
@@ -175,7 +177,7 @@ class EngineLoad:
             now_s,
         )
 
-    def told_requests(self, waiting: int, running: int, now_s: float) -> None:
+    def reported_requests(self, waiting: int, running: int, now_s: float) -> None:
         """Correct the counts by the engine's number of requests. Their lengths are unknown.
 
         Requests of other senders are taken to have the mean length of the router's own.

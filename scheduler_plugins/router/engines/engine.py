@@ -76,7 +76,7 @@ class BackendEngine(Loaded):
     """Names of served models and adapters, by its last report; empty: not reported."""
     context_tokens: int = 0
     """Most tokens of a prompt and its answer together, by its last report; 0: not reported."""
-    asked_for_address: bool = False
+    handover_known: bool = False
     """Whether the engine has told, since it came up, if it hands KV over."""
     switches: bool = False
     """Whether the engine is an SGLang engine that changes its side on request (`--enable-pd-role-switch`)."""
@@ -104,7 +104,7 @@ class BackendEngine(Loaded):
     """Causes that have opened the circuit, since the engine joined."""
     draining: bool = False
     """Whether the engine finishes its requests and gets no new ones."""
-    told_costs: bool = False
+    costs_reported: bool = False
     """Whether costs come from a profile or from the engine itself, so nothing need be learnt."""
     _fit: OnlineFit = field(default_factory=OnlineFit, repr=False)
     ranks: tuple[int, ...] = (0,)
@@ -113,7 +113,7 @@ class BackendEngine(Loaded):
     """Prompts that the engine computes for other engines: id of the copy to the index of its rank in `addresses`."""
     copies_sent: Counter[int] = field(default_factory=Counter, repr=False)
     """Prompts for other engines that each rank has been sent so far."""
-    told_block_tokens: int = 0
+    reported_block_tokens: int = 0
     """Tokens of one block, by the engine's load report or metrics; 0: not reported."""
     free_kv: float = inf
     pull_prefix: bool = False
@@ -145,7 +145,7 @@ class BackendEngine(Loaded):
     @property
     def only_produces(self) -> bool:
         """Whether it takes no KV (`kv_producer`), as far as it is known."""
-        return bool(self.addresses) and not all(one.consumes for one in self.addresses)
+        return bool(self.addresses) and not all(address.consumes for address in self.addresses)
 
     def serves(self, role: Role) -> bool:
         """Whether the engine serves this side. An engine may serve both."""
@@ -160,7 +160,7 @@ class BackendEngine(Loaded):
     def block_tokens(self) -> int:
         """Tokens of one block: from KV events, else from reports, else assumed."""
         by_events = self.follower.block_tokens if self.follower is not None else 0
-        return by_events or self.told_block_tokens or BLOCK_TOKENS
+        return by_events or self.reported_block_tokens or BLOCK_TOKENS
 
     def queued_s(self, now_s: float) -> float:
         return self.load.queued_s(now_s)
@@ -171,7 +171,7 @@ class BackendEngine(Loaded):
     def learn(self, load: StepLoad, duration_s: float) -> bool:
         """Learn from one step, unless the engine reports its costs. A step is a prompt computed alone, or one token
         of a stream. `duration_s` is its time in seconds. Returns whether `costs` have changed."""
-        if self.told_costs:
+        if self.costs_reported:
             return False
         before = self._fit.model
         self._fit.note(load, duration_s)
@@ -184,7 +184,7 @@ class BackendEngine(Loaded):
     @property
     def knows_prefill(self) -> bool:
         """Whether the costs of prefill are known."""
-        return self.told_costs or self._fit.knows_prefill
+        return self.costs_reported or self._fit.knows_prefill
 
     def assume(self, peers: Sequence[CostModel]) -> None:
         """Assume the mean prefill costs of these peers, as nothing is known of this engine.
@@ -208,8 +208,8 @@ class BackendEngine(Loaded):
 
     def moved(self, rank: int, seen: ProducerAddress) -> bool:
         """Whether a rank answered from another address than the known one."""
-        known = self.addresses[rank : rank + 1]
-        return bool(self.addresses) and not any(map(seen.same_place, known))
+        addresses = self.addresses[rank : rank + 1]
+        return bool(self.addresses) and not any(map(seen.same_place, addresses))
 
     def bootstrap(self, rank: int) -> tuple[str, int]:
         """Host and port that an SGLang decode engine asks for this prefill engine's ranks: SGLang's registry if there
@@ -250,7 +250,7 @@ class BackendEngine(Loaded):
         if was_up or self.down_since is None:
             self.down_since = now
         self.up, self.reason, self.addresses = False, reason, ()
-        self.asked_for_address = False
+        self.handover_known = False
         self.traffic = Traffic()
         self._report()
         self.kind = None
@@ -258,7 +258,7 @@ class BackendEngine(Loaded):
 
     def set_addresses(self, addresses: tuple[ProducerAddress, ...], reason: str = "") -> None:
         """Set the handover addresses of the ranks, or the reason why there are none."""
-        self.addresses, self.reason, self.asked_for_address = addresses, reason, True
+        self.addresses, self.reason, self.handover_known = addresses, reason, True
         self._report()
 
     def change_role(self, role: Role, now_s: float) -> None:
@@ -296,16 +296,16 @@ class BackendEngine(Loaded):
 
     def forget_metrics(self) -> None:
         """Remove the engine's metric series. They carry its side, so they end when it changes sides or leaves."""
-        known = self.metrics
-        for gauge in (known.engine_up, known.engine_in_flight):
+        metrics = self.metrics
+        for gauge in (metrics.engine_up, metrics.engine_in_flight):
             with suppress(KeyError):
                 gauge.remove(self.url, str(self.role))
-        for series in (known.event_lag_s, known.events_connected, known.prefill_addressable):
+        for series in (metrics.event_lag_s, metrics.events_connected, metrics.prefill_addressable):
             with suppress(KeyError):
                 series.remove(self.url)
         for cause in self.paused_for:
             with suppress(KeyError):
-                known.circuit_opened.remove(self.url, cause)
+                metrics.circuit_opened.remove(self.url, cause)
         self.paused_for.clear()
 
     def _report(self) -> None:

@@ -20,7 +20,7 @@ _MOST = 1e12
 """No engine has more requests. A larger number is none, and infinity cannot be rounded."""
 
 
-class Told(NamedTuple):
+class ReportedLoad(NamedTuple):
     """An engine's report of its own load."""
 
     queued_s: float | None = None  # of prefill; None: not reported
@@ -35,7 +35,7 @@ class Told(NamedTuple):
     ranks: tuple[int, ...] = ()  # data-parallel ranks; empty: not reported
 
 
-def from_report(raw: bytes, host: str) -> Told | None:
+def from_report(raw: bytes, host: str) -> ReportedLoad | None:
     """Read an answer of `/pd/load`; None if it is not a load report.
 
     Args:
@@ -47,15 +47,15 @@ def from_report(raw: bytes, host: str) -> Told | None:
         return None
     if not all(_can_be(rank) for rank in report.ranks):
         return None
-    known = [rank for rank in report.ranks if rank.model.known]
-    return Told(
+    with_costs = [rank for rank in report.ranks if rank.model.known]
+    return ReportedLoad(
         queued_s=max((rank.queued_s for rank in report.ranks), default=None),
         waiting=sum(rank.waiting for rank in report.ranks),
         batch=sum(rank.batch for rank in report.ranks),
         context=sum(rank.context for rank in report.ranks),
         block_tokens=report.block_tokens,
         blocks=report.blocks,
-        costs=known[0].model if known else None,
+        costs=with_costs[0].model if with_costs else None,
         kv_events=_addresses(report, host),
         ranks=tuple(sorted({rank.rank for rank in report.ranks})),
     )
@@ -67,7 +67,7 @@ def _can_be(rank: RankLoad) -> bool:
     return not rank.model.problem and all(0 <= count <= _MOST for count in counts)
 
 
-def from_metrics(text: bytes) -> Told | None:
+def from_metrics(text: bytes) -> ReportedLoad | None:
     """Find the few load metrics among vLLM's thousands; None if they are missing."""
     sums: dict[bytes, float] = {}
     usages = list[float]()  # one a rank; a request must fit into one rank
@@ -86,7 +86,7 @@ def from_metrics(text: bytes) -> Told | None:
         return None
     block_tokens, blocks = (_number(info.get(name)) for name in (b"block_size", b"num_gpu_blocks"))
     used = min(usages, default=None)
-    return Told(
+    return ReportedLoad(
         waiting=round(sums.get(b"num_requests_waiting", 0)),
         batch=round(sums.get(b"num_requests_running", 0)),
         free_kv=(1 - used) * blocks * block_tokens if used is not None and blocks else None,
@@ -96,21 +96,21 @@ def from_metrics(text: bytes) -> Told | None:
     )
 
 
-def apply(engine: BackendEngine, told: Told, now_s: float) -> None:
+def apply(engine: BackendEngine, report: ReportedLoad, now_s: float) -> None:
     """Update the router's view of an engine by its report."""
-    if told.costs is not None:
-        engine.costs, engine.told_costs = told.costs, True
-    if told.ranks:
-        engine.ranks = told.ranks
-    if told.block_tokens:
-        engine.told_block_tokens = told.block_tokens
-    if told.free_kv is not None:
-        engine.free_kv = told.free_kv
-    if told.queued_s is not None:
-        engine.load.told(told.queued_s, told.batch, told.context, now_s)
+    if report.costs is not None:
+        engine.costs, engine.costs_reported = report.costs, True
+    if report.ranks:
+        engine.ranks = report.ranks
+    if report.block_tokens:
+        engine.reported_block_tokens = report.block_tokens
+    if report.free_kv is not None:
+        engine.free_kv = report.free_kv
+    if report.queued_s is not None:
+        engine.load.reported(report.queued_s, report.batch, report.context, now_s)
     else:
         # Other clients' waiting requests are taken to have the mean length of ours.
-        engine.load.told_requests(told.waiting, told.batch, now_s)
+        engine.load.reported_requests(report.waiting, report.batch, now_s)
 
 
 _GAUGES = re.compile(
@@ -133,7 +133,7 @@ def _addresses(report: EngineReport, host: str) -> tuple[str, str | None] | None
     ports = report.kv_events
     if ports is None:
         return None
-    events, replay = (_reachable(one, host) for one in (ports.events, ports.replay))
+    events, replay = (_reachable(address, host) for address in (ports.events, ports.replay))
     return (events, replay) if events is not None else None
 
 
@@ -141,5 +141,5 @@ def _reachable(address: str | None, host: str) -> str | None:
     """The address as other machines reach it; None if they cannot."""
     if address is None or not address.startswith("tcp://"):
         return None
-    found, _, port = address.removeprefix("tcp://").rpartition(":")
-    return f"tcp://{host if found in WILDCARDS else found}:{port}" if port != "0" else None
+    own_host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return f"tcp://{host if own_host in WILDCARDS else own_host}:{port}" if port != "0" else None

@@ -108,12 +108,12 @@ def assume_costs(engine: BackendEngine, engines: Iterable[BackendEngine]) -> Non
     if not engine.hands_over or engine.knows_prefill:
         return
     peers = [
-        one.costs
-        for one in engines
-        if one.knows_prefill
-        and one.hands_over
-        and one.serves(Role.CPU_PREFILL) is engine.serves(Role.CPU_PREFILL)
-        and one.models == engine.models
+        peer.costs
+        for peer in engines
+        if peer.knows_prefill
+        and peer.hands_over
+        and peer.serves(Role.CPU_PREFILL) is engine.serves(Role.CPU_PREFILL)
+        and peer.models == engine.models
     ]
     if peers:
         engine.assume(peers)
@@ -121,7 +121,7 @@ def assume_costs(engine: BackendEngine, engines: Iterable[BackendEngine]) -> Non
 
 def handoffs_of(pool: Pool) -> dict[str, int]:
     """Outcomes of requests to pairs, summed over the reports of all decode engines since their starts."""
-    found = Counter[str]()
+    outcomes = Counter[str]()
     for engine in pool.engines:
-        found.update(engine.handoffs)
-    return dict(found)
+        outcomes.update(engine.handoffs)
+    return dict(outcomes)

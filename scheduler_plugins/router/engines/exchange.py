@@ -177,7 +177,7 @@ class Exchange:
             return False
         if not progress.is_late(silent_s, now):
             return False
-        if progress.known:
+        if progress.has_pace:
             progress.signs.dead = True
         if engine.gone or progress.signs.dead or (ended and self._elsewhere()):
             return True
@@ -273,11 +273,11 @@ async def exchange(
         raise failure from None
 
 
-async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> None:
+async def raise_for_status(answer: Exchange, *, only: int | None = None) -> None:
     """Raise the error that a status stands for.
 
     Args:
-        wanted: the only status that is not an error. None: 2xx is not an error, and 4xx except 429 is the client's error. A
+        only: the only status that is not an error. None: 2xx is not an error, and 4xx except 429 is the client's error. A
             redirection is an error of the engine: it would show the client where engines are.
 
     Raises:
@@ -286,10 +286,10 @@ async def raise_for_status(answer: Exchange, *, wanted: int | None = None) -> No
     status = answer.status
     if status in OVERLOADED:
         raise OverloadedError(status, await excerpt(answer), retry_after_s(answer.headers))
-    if status in REFUSES and wanted not in (None, status):
+    if status in REFUSES and only not in (None, status):
         raise RefusedError(status, await answer.read_all())
-    if status // 100 not in (2, 4) or wanted not in (None, status):
-        accepted = wanted is None
+    if status // 100 not in (2, 4) or only not in (None, status):
+        accepted = only is None
         message = f"{status}: {await excerpt(answer)}"
         raise EngineFailedError(f"status_{status}", message, accepted=accepted)
 

@@ -82,8 +82,8 @@ def about_key(status: int) -> str:
 def first_look(url: str, failure: EngineFailedError) -> str:
     """What to look at if this is how an engine fails that has not been up yet; empty if the message says enough."""
     if failure.cause == "died":
-        wanted = "https://" if url.startswith("http://") else "http://"
-        return f"; the URL must be that of the engine's HTTP port ({wanted} perhaps), not of its control port"
+        scheme = "https://" if url.startswith("http://") else "http://"
+        return f"; the URL must be that of the engine's HTTP port ({scheme} perhaps), not of its control port"
     if failure.cause == "timeout":
         return "; is the engine stopped, or does a firewall drop what is sent there?"
     if "answered 404" in str(failure) and urlsplit(url).path:

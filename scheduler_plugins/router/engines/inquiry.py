@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,8 +17,7 @@ from pd_connector.remedies import handoffs_in, outage_in
 from scheduler_plugins.admission import pool_report, report
 from scheduler_plugins.admission.pool_report import PoolReport
 from scheduler_plugins.router.engines.about import MOST_CHARACTERS
-from scheduler_plugins.router.engines.addresses import addresses_of, decoded
-from scheduler_plugins.router.engines.engine_reports import Told, from_metrics, from_report
+from scheduler_plugins.router.engines.engine_reports import ReportedLoad, from_metrics, from_report
 from scheduler_plugins.router.engines.exchange import EngineCall
 from scheduler_plugins.router.engines.failures import (
     EXCERPT_BYTES,
@@ -31,7 +31,9 @@ from scheduler_plugins.router.engines.kinds import (
     SglangFacts,
     sglang_facts,
 )
-from scheduler_plugins.router.engines.traffic import Reading, read, wanted_in
+from scheduler_plugins.router.engines.ranks import HEADER
+from scheduler_plugins.router.engines.traffic import Reading, kv_lines, read
+from scheduler_plugins.router.prompt import body, transfer
 from scheduler_plugins.router.settings.config import RouterConfig
 
 PROBE_S = 30.0
@@ -108,8 +110,8 @@ class Inquiry:
     async def models(self) -> Models:
         """Models and adapters of the engine."""
         listed = await self._listed(BRIEF_S)
-        names = frozenset(name for one in listed if (name := _name(one)) is not None)
-        base = next((name for one in listed if (name := _name(one)) and not _parent(one)), "")
+        names = frozenset(name for entry in listed if (name := _name(entry)) is not None)
+        base = next((name for entry in listed if (name := _name(entry)) and not _parent(entry)), "")
         return Models(names, max(map(_context_tokens, listed), default=0), base[:MOST_CHARACTERS])
 
     async def vllm_version(self) -> str:
@@ -118,7 +120,7 @@ class Inquiry:
         version = answer.get("version") if isinstance(answer, dict) else None
         return version[:MOST_CHARACTERS] if isinstance(version, str) else ""
 
-    async def report(self) -> Told | None:
+    async def report(self) -> ReportedLoad | None:
         """Load by our scheduler's report; None if the report cannot be read."""
         raw = await self._ask(EngineCall("GET", report.PATH, self._headers()), BRIEF_S)
         return from_report(raw, urlsplit(self._url).hostname or "")
@@ -139,17 +141,17 @@ class Inquiry:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise EngineFailedError("malformed", f"{pool_report.PATH}: {error}") from None
 
-    async def load_by_metrics(self) -> Told | None:
+    async def load_by_metrics(self) -> ReportedLoad | None:
         """Load by the engine's metrics; None if the metrics have none."""
         return from_metrics(await self._ask(EngineCall("GET", "/metrics", {}), BRIEF_S))
 
     async def arrivals(self) -> Arrivals:
         """KV that the engine has sent and received."""
         raw = await self._ask(EngineCall("GET", "/metrics", {}), self._config().health_timeout_s)
-        text = wanted_in(raw)
+        text = kv_lines(raw)
         outage = outage_in(text)
-        told = f"{outage.found}. What to do: {outage.advice}" if outage else ""
-        return Arrivals(told, handoffs_in(text), read(text, asyncio.get_running_loop().time()))
+        problem = f"{outage.found}. What to do: {outage.advice}" if outage else ""
+        return Arrivals(problem, handoffs_in(text), read(text, asyncio.get_running_loop().time()))
 
     async def vllm_handover(self, ranks: int) -> Handover:
         """How a vLLM engine hands KV over.
@@ -172,16 +174,16 @@ class Inquiry:
 
     async def switch_role(self, role: str, limit_s: float) -> Refusal | None:
         """Have an SGLang engine change its side; None: it has."""
-        asked = msgspec.json.encode({"new_role": role, "decode_cuda_graph_memory_gb": 0})
-        call = EngineCall("POST", SWITCH_ROLE, self._headers(), (asked,))
+        content = msgspec.json.encode({"new_role": role, "decode_cuda_graph_memory_gb": 0})
+        call = EngineCall("POST", SWITCH_ROLE, self._headers(), (content,))
         status, raw = await self._answer(call, limit_s)
-        told = decoded(raw) if status in (200, 400) else None
-        if not isinstance(told, dict):
+        answer = decoded(raw) if status in (200, 400) else None
+        if not isinstance(answer, dict):
             raise EngineFailedError("status", f"{SWITCH_ROLE} answered {status}")
-        if told.get("success") is True:
+        if answer.get("success") is True:
             return None
-        message = str(told.get("message"))
-        return Refusal(message, told.get("safe_to_restore") is True and "not idle" in message)
+        message = str(answer.get("message"))
+        return Refusal(message, answer.get("safe_to_restore") is True and "not idle" in message)
 
     async def _listed(self, limit_s: float | None) -> list[object]:
         """Models and adapters of the engine; adapters follow their model."""
@@ -232,15 +234,15 @@ def _good(call: EngineCall, status: int, raw: bytes) -> bytes:
     """The body, if the status is 200. Raises EngineFailedError."""
     if status != 200:
         said = " ".join(raw[:EXCERPT_BYTES].decode("utf-8", "replace").split())
-        told = f"{call.path} answered {status}: {said or '-'}{about_key(status)}"
-        raise EngineFailedError("status", told)
+        problem = f"{call.path} answered {status}: {said or '-'}{about_key(status)}"
+        raise EngineFailedError("status", problem)
     return raw
 
 
 def _context_tokens(listed: object) -> int:
     """Context length of one listed model or adapter; 0: not reported (adapters have their model's context)."""
-    told = listed.get("max_model_len") if isinstance(listed, dict) else None
-    return told if type(told) is int else 0
+    tokens = listed.get("max_model_len") if isinstance(listed, dict) else None
+    return tokens if type(tokens) is int else 0
 
 
 def _parent(listed: object) -> object:
@@ -252,3 +254,49 @@ def _name(listed: object) -> str | None:
     """Name of one listed model or adapter."""
     name = listed.get("id") if isinstance(listed, dict) else None
     return name if isinstance(name, str) else None
+
+
+Ask = Callable[[EngineCall], Awaitable[bytes]]
+"""Sends a call to the engine. Returns the body of an answer 200; raises EngineFailedError for any other answer."""
+
+
+async def addresses_of(
+    ask: Ask, headers: Mapping[str, str], model: str, ranks: int
+) -> tuple[ProducerAddress, ...]:
+    """The address of each data-parallel rank behind the engine's URL; empty if the engine hands nothing over.
+
+    Raises:
+        EngineFailedError: the engine did not answer, or another rank answered than the one asked.
+    """
+    if ranks < 2:
+        address = await _address_of(ask, headers, model)
+        return () if address is None else (address,)
+    answered: list[ProducerAddress] = []
+    # Rank 0 is asked twice. An engine that ignores the header sends the two requests to different ranks.
+    for rank in (0, *range(ranks)):
+        address = await _address_of(ask, {**headers, HEADER: str(rank)}, model)
+        if address is None:
+            return ()
+        answered.append(address)
+    again, *addresses = answered
+    if again != addresses[0] or len({address.engine_id for address in addresses}) < ranks:
+        raise EngineFailedError(
+            "status",
+            f"its {ranks} data-parallel ranks cannot be distinguished by {HEADER}: give each a URL of its own "
+            "(--data-parallel-external-lb)",
+        )
+    return tuple(addresses)
+
+
+async def _address_of(ask: Ask, headers: Mapping[str, str], model: str) -> ProducerAddress | None:
+    question = body.encode(transfer.probe(model))
+    raw = await ask(EngineCall("POST", body.COMPLETIONS, dict(headers), question))
+    return transfer.address_in(decoded(raw))
+
+
+def decoded(raw: bytes) -> object:
+    """The JSON value in `raw`. Raises EngineFailedError if it is not JSON."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise EngineFailedError("status", "its answer is not JSON") from None

@@ -70,33 +70,37 @@ class Bootstrap(NamedTuple):
 def _ours(states: object) -> list[dict[str, Any]]:
     """The states of ranks with our backend."""
     listed = states if isinstance(states, list) else []
-    return [one for one in listed if isinstance(one, dict) and isinstance(one.get(_BACKEND), dict)]
+    return [
+        state
+        for state in listed
+        if isinstance(state, dict) and isinstance(state.get(_BACKEND), dict)
+    ]
 
 
 def sglang_facts(raw: bytes) -> SglangFacts | None:
     """The facts in an answer of `/server_info`; None if the answer is not SGLang's."""
     try:
-        told = json.loads(raw)
+        info = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(told, dict) or not isinstance(told.get("disaggregation_mode"), str):
+    if not isinstance(info, dict) or not isinstance(info.get("disaggregation_mode"), str):
         return None
-    states = told.get("internal_states")
+    states = info.get("internal_states")
     addresses = [
         parse_address(state.get(_BACKEND)) if isinstance(state, dict) else None
         for state in (states if isinstance(states, list) else ())
     ]
     replicas = tuple(address for address in addresses if address is not None)
     sides = {str(state[_BACKEND]["side"]) for state in _ours(states) if "side" in state[_BACKEND]}
-    port = told.get("disaggregation_bootstrap_port")
-    model = told.get("served_model_name") or told.get("model_path")
+    port = info.get("disaggregation_bootstrap_port")
+    model = info.get("served_model_name") or info.get("model_path")
     return SglangFacts(
-        mode=next(iter(sides)) if len(sides) == 1 else told["disaggregation_mode"],
+        mode=next(iter(sides)) if len(sides) == 1 else info["disaggregation_mode"],
         tells_side=len(sides) == 1,
-        started=told["disaggregation_mode"],
+        started=info["disaggregation_mode"],
         model=str(model),
         replicas=replicas if len(replicas) == len(addresses) else (),
         bootstrap_port=port if isinstance(port, int) else None,
-        switches=told.get("enable_pd_role_switch") is True,
-        version=str(told.get("version") or "")[:MOST_CHARACTERS],
+        switches=info.get("enable_pd_role_switch") is True,
+        version=str(info.get("version") or "")[:MOST_CHARACTERS],
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SlowProbes up the host names of engines. While name servers do not answer, engines keep their last addresses."""
+"""Looks up the host names of engines. While name servers do not answer, engines keep their last addresses."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Names(AbstractResolver):
     all threads. It is aiohttp's resolver, too."""
 
     def __init__(self) -> None:
-        self._known: dict[_Key, tuple[float, list[AddrInfoType]]] = {}
+        self._cached: dict[_Key, tuple[float, list[AddrInfoType]]] = {}
         self._asking: dict[_Key, asyncio.Task[list[AddrInfoType]]] = {}
-        self._told: set[str] = set()  # hosts whose lookup fails
+        self._failing: set[str] = set()  # hosts whose lookup fails
 
     async def addresses(self, host: str, port: int) -> list[AddrInfoType]:
         """The addresses of a host. Raises OSError: the name is gone, or nobody has ever told its addresses."""
-        if found := _numeric(host, port):
-            return found
+        if numeric := _numeric(host, port):
+            return numeric
         key, now_s = (host, port), asyncio.get_running_loop().time()
-        until_s, old = self._known.get(key, (0.0, []))
+        until_s, old = self._cached.get(key, (0.0, []))
         if now_s < until_s:
             return old
         if key not in self._asking:
@@ -80,25 +80,25 @@ class Names(AbstractResolver):
     async def _ask(self, key: _Key) -> list[AddrInfoType]:
         host, port = key
         loop = asyncio.get_running_loop()
-        _, old = self._known.get(key, (0.0, []))
+        _, old = self._cached.get(key, (0.0, []))
         try:
-            found: list[AddrInfoType] = [
+            addresses: list[AddrInfoType] = [
                 *await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             ]
         except socket.gaierror as error:
             if not old or error.errno not in _SERVERS_AWAY:
-                self._known.pop(key, None)
+                self._cached.pop(key, None)
                 raise
-            found = old
-            if host not in self._told:
-                self._told.add(host)
+            addresses = old
+            if host not in self._failing:
+                self._failing.add(host)
                 logger.warning("%s cannot be looked up, its last addresses stay: %s", host, error)
         else:
-            if host in self._told:
-                self._told.discard(host)
+            if host in self._failing:
+                self._failing.discard(host)
                 logger.info("%s can be looked up again", host)
-        self._known[key] = loop.time() + KNOWN_S, found
-        return found
+        self._cached[key] = loop.time() + KNOWN_S, addresses
+        return addresses
 
 
 def _numeric(host: str, port: int) -> list[AddrInfoType]:

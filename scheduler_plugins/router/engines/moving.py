@@ -59,7 +59,7 @@ class Mover:
         if engine.role is role or engine.whole:
             return
         if engine.kind is not Kind.SGLANG:
-            if engine.asked_for_address and role in MOVABLE - engine.able:
+            if engine.handover_known and role in MOVABLE - engine.able:
                 raise ValueError(
                     f'url {engine.url}: this engine cannot {role}; start it with PDConnector and "kv_role": "kv_both"'
                 )

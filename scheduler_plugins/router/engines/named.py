@@ -29,7 +29,7 @@ class NamedEngines:
         """Look nothing up yet. `config` returns the current settings."""
         self._config = config
         self._session = session
-        self._known: dict[str, tuple[str, ...]] = {}
+        self._members: dict[str, tuple[str, ...]] = {}
         self._problems: dict[str, str] = {}  # by name; the problem as it was logged
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -40,10 +40,10 @@ class NamedEngines:
         self.use()
         with suppress(TimeoutError):
             async with asyncio.timeout(LIMIT_S):
-                while set(self._tasks) - set(self._known) - set(self._problems):
+                while set(self._tasks) - set(self._members) - set(self._problems):
                     self._answered.clear()
                     await self._answered.wait()
-        self._known = dict.fromkeys(self._tasks, ()) | self._known
+        self._members = dict.fromkeys(self._tasks, ()) | self._members
         self._changed.clear()
 
     def use(self) -> bool:
@@ -54,12 +54,12 @@ class NamedEngines:
             self._problems.pop(name, None)
         for name in names - set(self._tasks):
             self._tasks[name] = asyncio.create_task(self._look_up(name), name=f"look up {name}")
-        self._known = {name: self._known[name] for name in names if name in self._known}
-        return len(self._known) < len(names)
+        self._members = {name: self._members[name] for name in names if name in self._members}
+        return len(self._members) < len(names)
 
     def members(self, url: str) -> tuple[str, ...]:
         """The URLs of the engines that this URL of the settings stands for."""
-        return self._known.get(url, ()) if is_name(url) else (url,)
+        return self._members.get(url, ()) if is_name(url) else (url,)
 
     async def follow(self, changed: Callable[[], None]) -> None:
         """Call `changed` when engines have changed. Runs until cancelled."""
@@ -81,8 +81,8 @@ class NamedEngines:
 
         def tell(urls: Collection[str]) -> None:
             self._note(url, "")
-            if self._known.get(url) != (found := tuple(urls)):
-                self._known[url] = found
+            if self._members.get(url) != (members := tuple(urls)):
+                self._members[url] = members
                 self._changed.set()
             self._answered.set()
 
@@ -121,9 +121,9 @@ async def _resolved(url: str) -> list[str]:
     """Base URLs of the engines at all addresses of a DNS name, in a fixed order. Raises OSError, TimeoutError."""
     name, loop = parts_of(url), asyncio.get_running_loop()
     async with asyncio.timeout(LIMIT_S):
-        found = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
-    addresses = sorted({str(address[0]) for *_, address in found})
-    return [f"http://{f'[{one}]' if ':' in one else one}:{name.port}" for one in addresses]
+        infos = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
+    addresses = sorted({str(address[0]) for *_, address in infos})
+    return [f"http://{f'[{host}]' if ':' in host else host}:{name.port}" for host in addresses]
 
 
 def _names(config: RouterConfig) -> set[str]:

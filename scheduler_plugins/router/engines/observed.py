@@ -110,8 +110,8 @@ def note(
         groups: groups that are known here; events of others are ignored. None: all.
     """
     for kind, group, numbers in events:
-        known = groups is None or group in groups
-        if not known or len(numbers) != _LENGTHS[kind] or any(n < 0 or n != n for n in numbers):
+        is_here = groups is None or group in groups
+        if not is_here or len(numbers) != _LENGTHS[kind] or any(n < 0 or n != n for n in numbers):
             continue
         if numbers and not isfinite(numbers[0]):
             continue

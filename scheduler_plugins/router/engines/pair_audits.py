@@ -87,8 +87,8 @@ def _is_future(prefill: BackendEngine, decode: BackendEngine) -> bool:
 def _say(where: str, verdict: str, again: bool) -> None:
     """Log a verdict, and what to do if the pair will not use KV."""
     if again or verdict in ("", _PASSED):
-        told = verdict or "no audit followed: another prompt's has passed, or audits are off"
-        logger.info("%s: test prompt for the audit: %s", where, told)
+        text = verdict or "no audit followed: another prompt's has passed, or audits are off"
+        logger.info("%s: test prompt for the audit: %s", where, text)
         return
     logger.warning(
         "%s: no audit has passed (%s), so the decode engine computes the prompts itself. What to do: %s. "
@@ -124,11 +124,11 @@ class PairAudits:
         """Audit until cancelled."""
         while True:
             pairs = list(self._pairs())
-            known = {pair.key for pair in pairs}
-            self._done &= known
-            self._waiting = {key: at for key, at in self._waiting.items() if key in known}
+            present = {pair.key for pair in pairs}
+            self._done &= present
+            self._waiting = {key: at for key, at in self._waiting.items() if key in present}
             self._prompts = Counter(
-                {key: sent for key, sent in self._prompts.items() if key in known}
+                {key: sent for key, sent in self._prompts.items() if key in present}
             )
             for pair in pairs:
                 with suppress(LookupError):  # an address may be gone by now
@@ -192,10 +192,10 @@ class PairAudits:
             text = await answer.text()
         if _OURS not in text:
             return None
-        found: Counter[str] = Counter()
+        verdicts: Counter[str] = Counter()
         for cause, count in _COUNTED.findall(text):
-            found[cause] += int(float(count))
-        return found
+            verdicts[cause] += int(float(count))
+        return verdicts
 
     async def _verdict(self, decode: BackendEngine, before: Counter[str]) -> str:
         """The cause with which the audit of a prompt has ended; empty if there was none."""
@@ -209,8 +209,8 @@ class PairAudits:
     async def _send(self, pair: _Pair) -> None:
         """Send the prompt to the prefill engine, then to the decode engine with the prefill engine's answer."""
         model, salt = pair.prefill.model, fresh_salt()
-        told = await self._ask(pair.prefill, pair.rank, audit_body(model, prefill_params(), salt))
-        params = told.get("kv_transfer_params")
+        answer = await self._ask(pair.prefill, pair.rank, audit_body(model, prefill_params(), salt))
+        params = answer.get("kv_transfer_params")
         if not isinstance(params, dict):
             raise ValueError("the prefill engine hands over no KV")
         await self._ask(pair.decode, pair.decode_rank, audit_body(model, params, salt))
@@ -234,5 +234,5 @@ class PairAudits:
             raw = await answer.read()
             if answer.status != 200:
                 raise ValueError(f"{engine.url} answered {answer.status}{about_key(answer.status)}")
-        found = msgspec.json.decode(raw)
-        return found if isinstance(found, dict) else {}
+        content = msgspec.json.decode(raw)
+        return content if isinstance(content, dict) else {}

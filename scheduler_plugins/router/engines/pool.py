@@ -119,10 +119,10 @@ class EnginePool(Pool):
         """
         self._config = config
         unknown = self._named.use()
-        wanted = config.placed(self._named.members)
+        places = config.placed(self._named.members)
         leaving = list[BackendEngine]()
         for engine in self.engines:
-            place = wanted.pop(engine.url, None)
+            place = places.pop(engine.url, None)
             if place is not None:
                 if self.leaves(engine):
                     self._leaving.pop(engine).cancel()
@@ -130,12 +130,12 @@ class EnginePool(Pool):
                 self.replace(engine, place)
             elif not (unknown or self.leaves(engine)):
                 leaving.append(engine)
-        joining = [self.add(url, place) for url, place in wanted.items()]
+        joining = [self.add(url, place) for url, place in places.items()]
         for engine in leaving:
             self.remove(engine, joining)
         for engine in self.engines:
-            if found := config.kv_events.get(engine.url):
-                self.caches.follow(engine, *found, ranks=engine.ranks, first=engine.ranks[0])
+            if endpoints := config.kv_events.get(engine.url):
+                self.caches.follow(engine, *endpoints, ranks=engine.ranks, first=engine.ranks[0])
 
     def edit(self, config: RouterConfig) -> None:
         """As `use`, for a change that other workers of this router must learn: by an operator or the settings file."""
@@ -152,9 +152,9 @@ class EnginePool(Pool):
             return
         home = role_state.home(role) if before.home == place.home else place.home
         if home is None:
-            engine.role_given, role_state.wanted = False, None
+            engine.role_given, role_state.switch_to = False, None
         elif role is not home and not engine.computes_prompts:  # an SGLang engine of one side
-            role_state.pinned, role_state.wanted = False, home
+            role_state.pinned, role_state.switch_to = False, home
             self.look_again(engine)
         else:
             if role is not home and self.metrics.first_worker:
@@ -168,7 +168,7 @@ class EnginePool(Pool):
         engine.role_state.place = place
         engine.role_state.since_s = asyncio.get_running_loop().time()
         if self._config.profile:
-            engine.costs, engine.told_costs = load(Path(self._config.profile)), True
+            engine.costs, engine.costs_reported = load(Path(self._config.profile)), True
         looked_at = partial(self._looked_at, engine)
         watch = EngineWatch(engine, lambda: self._config, self._session, self.caches, looked_at)
         self._watches[engine] = watch
@@ -182,7 +182,7 @@ class EnginePool(Pool):
             joining: engines that replace it. The engine gets requests until they have been checked.
         """
         engine.draining = engine.draining or not joining
-        watches = [self._watches[one] for one in joining]
+        watches = [self._watches[newcomer] for newcomer in joining]
         self._leaving[engine] = asyncio.create_task(
             self._leave(engine, watches), name=f"leaving {engine.url}"
         )
@@ -220,7 +220,7 @@ class EnginePool(Pool):
         if version is None:
             version = Version(role_state.version.number + 1, self.name)
         role_state.version, role_state.pinned = version, pinned
-        role_state.wanted, role_state.problem = None, ""
+        role_state.switch_to, role_state.problem = None, ""
         if engine.role is not role or not engine.role_given:
             engine.role_given = True
             engine.change_role(role, asyncio.get_running_loop().time())
@@ -244,11 +244,11 @@ class EnginePool(Pool):
         """Note that the engine moves to this role; None: it is steady."""
         engine.role_state.moving = role
 
-    def drain(self, engine: BackendEngine, wanted: bool) -> None:
+    def drain(self, engine: BackendEngine, drains: bool) -> None:
         """Set whether the engine drains, by an operator: it finishes its requests and gets no new ones."""
-        (self.drained.add if wanted else self.drained.discard)(engine.url)
+        (self.drained.add if drains else self.drained.discard)(engine.url)
         self.listed = Version(self.listed.number + 1, self.name)
-        engine.draining = wanted
+        engine.draining = drains
 
     async def close(self) -> None:
         tasks = [*self._tasks.values(), *self._leaving.values()]

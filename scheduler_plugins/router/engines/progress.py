@@ -59,7 +59,7 @@ class Progress:
         self._pauses = -1  # bytes come before the first pause
 
     @property
-    def known(self) -> bool:
+    def has_pace(self) -> bool:
         """Whether the answer has a pace."""
         return self._pauses >= FEWEST
 

@@ -43,17 +43,17 @@ class RoleState:
     """Whether an operator gave the role. The controller leaves the engine alone until it is released."""
     moving: Role | None = None
     """The role that the engine moves to; None: it is steady."""
-    wanted: Role | None = None
+    switch_to: Role | None = None
     """The side that a steady SGLang engine is to be switched to; None: it is where it should be."""
     problem: str = ""
     """Why an SGLang engine is not on the side that the settings give it, and what to do. Empty: nothing is wrong."""
     version: Version = field(default_factory=Version)
-    told_home: Role | None = None
+    reported_home: Role | None = None
     """The role that the engine said it has, if the settings give it none."""
 
     def home(self, role: Role) -> Role:
         """Where the engine belongs. `role`: its present role, for an engine that has not said anything yet."""
-        return self.place.home or self.told_home or role
+        return self.place.home or self.reported_home or role
 
     def allows(self, role: Role) -> bool:
         """Whether the settings let the controller give it this role."""
@@ -62,20 +62,20 @@ class RoleState:
     def describe(self, role: Role) -> dict[str, Any]:
         """The standing as `/health` and the admin API show it: only what differs from an engine that stays at
         home."""
-        place, told = self.place, dict[str, Any]()
+        place, description = self.place, dict[str, Any]()
         home = self.home(role)
         if home is not role or (place.home is not None and place.may):
-            told["home"] = home
+            description["home"] = home
         if place.may:
-            told["may"] = sorted(place.may)
+            description["may"] = sorted(place.may)
         if place.group != DEFAULT_GROUP:
-            told["group"] = place.group
+            description["group"] = place.group
         if self.pinned:
-            told["pinned"] = True
+            description["pinned"] = True
         if self.moving is not None:
-            told["moving"] = self.moving
-        if self.wanted is not None:
-            told["wanted"] = self.wanted
+            description["moving"] = self.moving
+        if self.switch_to is not None:
+            description["wanted"] = self.switch_to
         if self.problem:
-            told["problem"] = self.problem
-        return told
+            description["problem"] = self.problem
+        return description

@@ -32,25 +32,25 @@ def settle(
     """
     role_state, before = engine.role_state, engine.role
     if facts is None or facts.mode not in _SIDES:
-        if role_state.wanted is not None:
-            engine.change_role(role_state.wanted, now_s)
-        role_state.wanted, role_state.problem = None, ""
+        if role_state.switch_to is not None:
+            engine.change_role(role_state.switch_to, now_s)
+        role_state.switch_to, role_state.problem = None, ""
         return
     if facts.switches and not facts.tells_side:
         _say(engine, _untold(engine, facts.mode))
         return
     side = Role(facts.mode)
     if role_state.place.home is None:
-        role_state.told_home = Role(facts.started)
+        role_state.reported_home = Role(facts.started)
     if _side(before) is not side:
         engine.change_role(side, now_s)
-    elif role_state.wanted is None and not role_state.problem:
+    elif role_state.switch_to is None and not role_state.problem:
         return
     if role_state.moving is not None:
         return  # what moves it decides
-    wish = role_state.wanted or (before if role_state.pinned else role_state.home(side))
-    decided = role_state.wanted is not None
-    role_state.wanted = None
+    wish = role_state.switch_to or (before if role_state.pinned else role_state.home(side))
+    decided = role_state.switch_to is not None
+    role_state.switch_to = None
     if _side(wish) is side:
         _say(engine, "")
     elif wish not in _SIDES:
@@ -66,9 +66,14 @@ def settle(
         restarted = engine.starts > 0 and before is wish
         permitted = _permits(engine, moving)
         if decided or role_state.pinned or restarted or not permitted:
-            role_state.wanted, permitted = wish, ""
+            role_state.switch_to, permitted = wish, ""
         flag = "" if engine.switches else "start it with --enable-pd-role-switch"
-        _say(engine, _in_the_way(engine, side, wish, [one for one in (flag, permitted) if one]))
+        _say(
+            engine,
+            _in_the_way(
+                engine, side, wish, [obstacle for obstacle in (flag, permitted) if obstacle]
+            ),
+        )
 
 
 def _side(role: Role) -> Role:
@@ -102,7 +107,7 @@ def _switched_by_others(engine: BackendEngine, side: Role, wish: Role) -> str:
 
 def _untold(engine: BackendEngine, started: str) -> str:
     """The engine tells only the side of its start."""
-    if engine.role_state.wanted or started == _side(engine.role):
+    if engine.role_state.switch_to or started == _side(engine.role):
         return ""
     return (
         f"{engine.url}: was started with --disaggregation-mode {started}, but the settings say {engine.role}. It does "

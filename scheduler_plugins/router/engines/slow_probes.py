@@ -54,12 +54,12 @@ class SlowProbes:
             return
         self.models_at = now + MODELS_LOOK_S
         try:
-            told = await self._ask.models()
+            models = await self._ask.models()
         except EngineFailedError as failure:
             logger.debug("%s does not list its models: %s", self.engine.url, failure)
             return
-        self.engine.models, self.engine.context_tokens = told.names, told.context_tokens
-        self.engine.about = self.engine.about._replace(model=told.base)
+        self.engine.models, self.engine.context_tokens = models.names, models.context_tokens
+        self.engine.about = self.engine.about._replace(model=models.base)
 
     async def learn_version(self) -> None:
         """Ask a vLLM engine for its version, once for each start. SGLang has told it with its side."""
@@ -81,23 +81,27 @@ class SlowProbes:
         self.store_at = now + STORE_LOOK_S
         engine = self.engine
         try:
-            told = await self._ask.store()
+            report = await self._ask.store()
         except EngineFailedError as failure:
             logger.debug("%s does not report its KV pool: %s", engine.url, failure)
             if failure.cause != "timeout":  # a busy engine may be late
                 engine.store, self._store_failure = None, str(failure)
             return
-        if told is None:
+        if report is None:
             self.store_at, engine.store, self._store_failure = math.inf, None, _NOT_REPORTED
             return
         self._store_failure = ""
         before, engine.store = (
             engine.store,
             StorePlace(
-                told.store, told.model, told.chunk_tokens, told.chunk_bytes, told.bytes_per_s
+                report.store,
+                report.model,
+                report.chunk_tokens,
+                report.chunk_bytes,
+                report.bytes_per_s,
             ),
         )
-        if before is None or before.store != told.store:
+        if before is None or before.store != report.store:
             logger.info("%s uses %s", engine.url, engine.store.name)
 
     async def look_at_metrics(self) -> None:

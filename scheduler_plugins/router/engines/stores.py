@@ -70,7 +70,7 @@ class StoreReaders:
                 engine, page = None, None
             first = engine
             if page is not None:
-                changes = ((one.key, one.tier) for one in page.events)
+                changes = ((event.key, event.tier) for event in page.events)
                 self._prefixes.store_told(store, changes, whole=page.whole)
                 after = page.next
             more = page is not None and page.more and page.events
@@ -80,8 +80,10 @@ class StoreReaders:
         self, store: str, after: int, first: BackendEngine | None
     ) -> tuple[BackendEngine | None, PoolReport | None]:
         """The next page, and the engine that gave it. The engine that answered last is asked first."""
-        able = [one for one in self._engines() if one.up and one.store and one.store.store == store]
-        for engine in sorted(able, key=lambda one: one is not first):
+        able = [
+            user for user in self._engines() if user.up and user.store and user.store.store == store
+        ]
+        for engine in sorted(able, key=lambda user: user is not first):
             try:
                 page = await self._ask(engine, after)
             except EngineFailedError as failure:

@@ -84,10 +84,10 @@ class Traffic(NamedTuple):
     ] = {}  # by host and control port of a prefill engine's rank
 
 
-def wanted_in(raw: bytes) -> str:
+def kv_lines(raw: bytes) -> str:
     """The few lines of an engine's `/metrics` that tell of KV. vLLM has thousands of others, which would be slow to
     parse."""
-    return b"\n".join(one for one in raw.split(b"\n") if one.startswith(_WANTED)).decode(
+    return b"\n".join(line for line in raw.split(b"\n") if line.startswith(_WANTED)).decode(
         "utf-8", "replace"
     )
 
@@ -99,8 +99,8 @@ def read(metrics: str, now_s: float) -> Reading:
     for name, labels, value in samples_in(metrics):
         if producer := labels.get("producer"):
             if producer in producers or len(producers) < _MOST_PRODUCERS:
-                known = producers.get(producer, FromProducer())
-                producers[producer] = _with(known, name, labels, value)
+                totals_before = producers.get(producer, FromProducer())
+                producers[producer] = _with(totals_before, name, labels, value)
             continue
         totals[name] += value
         if label := labels.get("cause") or labels.get("codec") or labels.get("transport"):
@@ -110,24 +110,28 @@ def read(metrics: str, now_s: float) -> Reading:
     return Reading(now_s, totals, max(used, default=None), pages, producers)
 
 
-def _with(known: FromProducer, name: str, labels: Mapping[str, str], value: float) -> FromProducer:
+def _with(
+    producer: FromProducer, name: str, labels: Mapping[str, str], value: float
+) -> FromProducer:
     """What is known of a producer, with one more sample of the decode engine's."""
     match name:
         case "pair_bytes":
             codec = labels.get("codec", "")
-            if len(known.codecs) >= _MOST_NAMES and codec not in known.codecs:
-                return known
-            codecs = {**known.codecs, codec: known.codecs.get(codec, 0.0) + value}
-            return known._replace(nbytes=known.nbytes + value, codecs=codecs)
+            if len(producer.codecs) >= _MOST_NAMES and codec not in producer.codecs:
+                return producer
+            codecs = {**producer.codecs, codec: producer.codecs.get(codec, 0.0) + value}
+            return producer._replace(nbytes=producer.nbytes + value, codecs=codecs)
         case "pair_chunks":
             early = value if labels.get("prompt") == "computing" else 0.0
-            return known._replace(
-                chunks=known.chunks + value, early_chunks=known.early_chunks + early
+            return producer._replace(
+                chunks=producer.chunks + value, early_chunks=producer.early_chunks + early
             )
         case "pair_transfers" if labels.get("result") != Cause.ABORTED:
             failed = 0.0 if labels.get("result") == "received" else value
-            return known._replace(transfers=known.transfers + value, failed=known.failed + failed)
-    return known
+            return producer._replace(
+                transfers=producer.transfers + value, failed=producer.failed + failed
+            )
+    return producer
 
 
 def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
@@ -137,15 +141,15 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
     # A lower total: the engine has restarted, and counts from zero.
     new = defaultdict[str, float](float)
     for name, total in now.totals.items():
-        known = earlier.totals.get(name, 0.0)
-        new[name] = total - known if total >= known else total
+        total_before = earlier.totals.get(name, 0.0)
+        new[name] = total - total_before if total >= total_before else total
 
     def rate(name: str) -> float:
         return new[name] / seconds if seconds > 0 else 0.0
 
     producers = {
-        name: one._replace(bytes_s=_grown(earlier.producers.get(name), one) / seconds)
-        for name, one in now.producers.items()
+        name: producer._replace(bytes_s=_grown(earlier.producers.get(name), producer) / seconds)
+        for name, producer in now.producers.items()
         if seconds > 0
     }
     traffic = Traffic(
@@ -163,8 +167,8 @@ def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
         transports=_transports(now.totals),
         producers=producers or dict(now.producers),
     )
-    asked = [name for name in new if name.startswith("asked_transfers/") and new[name] > 0]
-    codecs = {name.partition("/")[2]: new[name] for name in asked[:_MOST_NAMES]}
+    codec_counters = [name for name in new if name.startswith("asked_transfers/") and new[name] > 0]
+    codecs = {name.partition("/")[2]: new[name] for name in codec_counters[:_MOST_NAMES]}
     moved = Moved(
         seconds,
         new["received_bytes"],
@@ -185,5 +189,5 @@ def _transports(totals: Mapping[str, float]) -> tuple[str, ...]:
 
 def _grown(before: FromProducer | None, now: FromProducer) -> float:
     """Bytes since the look before. Fewer than then: the decode engine has restarted."""
-    known = before.nbytes if before else 0.0
-    return now.nbytes - known if now.nbytes >= known else now.nbytes
+    bytes_before = before.nbytes if before else 0.0
+    return now.nbytes - bytes_before if now.nbytes >= bytes_before else now.nbytes

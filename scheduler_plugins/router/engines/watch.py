@@ -60,8 +60,10 @@ class EngineWatch:
         self.misses = 0
         self.reports = True  # whether the engine may answer `GET /pd/load`
         self._unsure = False  # whether the engine may be on another side than is known
-        self._told = set[str]()  # causes for which the log has said that the engine is not up
-        self._asked_for = 0  # the start of the engine for which it was asked for its address beside
+        self._logged = set[str]()  # causes for which the log has said that the engine is not up
+        self._probed_start = (
+            0  # the start of the engine for which it was asked for its address beside
+        )
         self._asking: asyncio.Task[None] | None = None
         self._config = config
         self.ask = self._ask = Inquiry(engine.url, config, session)
@@ -136,33 +138,33 @@ class EngineWatch:
 
     async def _hear(self) -> None:
         """Ask the engine for its load: by its scheduler's report, else by its metrics."""
-        engine, told = self.engine, None
+        engine, load = self.engine, None
         try:
             if self.reports:
-                told = await self._ask.report()
+                load = await self._ask.report()
         except EngineFailedError as failure:
             self.reports = failure.cause != "status"
         try:
-            if told is None:
-                told = await self._ask.load_by_metrics()
+            if load is None:
+                load = await self._ask.load_by_metrics()
         except EngineFailedError as failure:
             logger.debug("%s does not report its load: %s", engine.url, failure)
-        if told is None:
+        if load is None:
             return
         if (lag_s := self._caches.lag_s(engine)) is not None:
             engine.metrics.event_lag_s.labels(engine.url).set(lag_s)
         if (reached := self._caches.reached(engine)) is not None:
             engine.metrics.events_connected.labels(engine.url).set(reached)
-        apply(engine, told, asyncio.get_running_loop().time())
-        if told.blocks and self._caches.prefixes.state(engine.name).source == "recent":
+        apply(engine, load, asyncio.get_running_loop().time())
+        if load.blocks and self._caches.prefixes.state(engine.name).source == "recent":
             # Without events, a block is a piece of text of about `BLOCK_TOKENS` tokens.
-            room = told.blocks * (told.block_tokens or BLOCK_TOKENS) // BLOCK_TOKENS
+            room = load.blocks * (load.block_tokens or BLOCK_TOKENS) // BLOCK_TOKENS
             self._caches.prefixes.has_room(engine.name, room)
         given = self._config().kv_events.get(engine.url)
         if given is not None:
             self._caches.follow(engine, *given, ranks=engine.ranks, first=engine.ranks[0])
-        elif told.kv_events is not None:
-            self._caches.follow(engine, *told.kv_events, ranks=engine.ranks)
+        elif load.kv_events is not None:
+            self._caches.follow(engine, *load.kv_events, ranks=engine.ranks)
 
     async def _identify(self) -> bool:
         """Find out the kind of engine. Returns False if the engine does not answer."""
@@ -174,7 +176,7 @@ class EngineWatch:
             return False
         if not engine.role_given:
             try:
-                engine.role = engine.role_state.told_home = await self._side(facts)
+                engine.role = engine.role_state.reported_home = await self._side(facts)
             except EngineFailedError as failure:
                 engine.reason = f"it does not report its side: {failure}"
                 return False
@@ -239,9 +241,9 @@ class EngineWatch:
         """Ask a vLLM engine on the decode side for its address, once per start, so that a change of its side need not
         ask behind its queue. Its health is checked meanwhile."""
         engine = self.engine
-        if self._asked_for == engine.starts or engine.hands_over or engine.kind is not Kind.VLLM:
+        if self._probed_start == engine.starts or engine.hands_over or engine.kind is not Kind.VLLM:
             return
-        self._asked_for = engine.starts
+        self._probed_start = engine.starts
 
         async def ask() -> None:
             starts = engine.starts
@@ -252,7 +254,7 @@ class EngineWatch:
                 return
             if engine.up and engine.starts == starts and not engine.hands_over:
                 engine.model, engine.addresses = handover.model, handover.addresses
-                engine.asked_for_address = True
+                engine.handover_known = True
                 self.probe_at = math.inf if handover.addresses else self.probe_at
                 self._on_change()
 
@@ -291,6 +293,6 @@ class EngineWatch:
             logger.warning("%s (%s) is down: %s", engine.url, engine.role, reason)
             if not refusing:
                 self._caches.lost(engine)
-        elif cause not in self._told and not engine.starts:
+        elif cause not in self._logged and not engine.starts:
             logger.warning("%s (%s) is not up yet: %s", engine.url, engine.role, reason)
-        self._told.add(cause)
+        self._logged.add(cause)

@@ -122,7 +122,7 @@ def why_one_kind(request: Mapping[str, Any], decode: Kind) -> str | None:
         return "adapter"
     if request.get("return_hidden_states") or request.get("logprob_token_ids"):
         return "more_than_a_token"
-    if _wanted_logprobs(request) > _MOST_LOGPROBS:
+    if _logprobs_of(request) > _MOST_LOGPROBS:
         return "logprobs"
     return None
 
@@ -181,7 +181,7 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
             {**copy, **passed, **bootstrap},
             decode_copy(alone(request), address, str(room)),
         )
-    wanted = _wanted_logprobs(request)
+    logprobs = _logprobs_of(request)
     return Handoff(
         COMPLETIONS,
         {
@@ -191,7 +191,7 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
             "stream": False,
             **{name: request[name] for name in _SAMPLING if request.get(name) is not None},
             **({"min_tokens": 1} if request.get("min_tokens") else {}),
-            **({} if wanted < 0 else {"logprobs": wanted}),
+            **({} if logprobs < 0 else {"logprobs": logprobs}),
             **passed,
             "kv_transfer_params": {**prefill_params(str(room)), **pool_wishes(request)},
         },
@@ -200,7 +200,7 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
             **bootstrap,
             **({"custom_params": prefill.server.params()} if prefill.server else {}),
         },
-        lends_logprobs=wanted,
+        lends_logprobs=logprobs,
     )
 
 
@@ -213,17 +213,20 @@ def alone(request: Mapping[str, Any]) -> dict[str, Any]:
 def tokenize_body(request: Mapping[str, Any], decode: Kind) -> dict[str, Any]:
     """The body for the decode engine's `/tokenize`, so it reads the prompt as it will read the request."""
     if "messages" not in request:
-        asked = {name: request[name] for name in ("model", "prompt") if name in request}
+        fields = {name: request[name] for name in ("model", "prompt") if name in request}
         if "add_special_tokens" in request:
-            asked["add_special_tokens"] = request["add_special_tokens"]
-        return asked
-    asked = {name: value for name, value in _clean(request).items() if name not in _NOT_READ}
+            fields["add_special_tokens"] = request["add_special_tokens"]
+        return fields
+    fields = {name: value for name, value in _clean(request).items() if name not in _NOT_READ}
     if decode is Kind.VLLM and request.get("reasoning_effort") is not None:
         # vLLM's /tokenize has no such field. Its chat endpoint passes the field to the template.
         effort = request["reasoning_effort"]
-        told = {"enable_thinking": effort != "none", **(request.get("chat_template_kwargs") or {})}
-        asked["chat_template_kwargs"] = {**told, "reasoning_effort": effort}
-    return asked
+        template_fields = {
+            "enable_thinking": effort != "none",
+            **(request.get("chat_template_kwargs") or {}),
+        }
+        fields["chat_template_kwargs"] = {**template_fields, "reasoning_effort": effort}
+    return fields
 
 
 _NOT_READ = ("stream", "stream_options", "n", "logprobs", "top_logprobs", "stop")
@@ -267,18 +270,20 @@ def _constrained(request: Mapping[str, Any]) -> bool:
         for tool in (tools if isinstance(tools, list) else ())
         if isinstance(tool, dict)
     ]
-    return any(isinstance(one, dict) and bool(one.get("strict")) for one in functions)
+    return any(
+        isinstance(function, dict) and bool(function.get("strict")) for function in functions
+    )
 
 
-def _wanted_logprobs(request: Mapping[str, Any]) -> int:
+def _logprobs_of(request: Mapping[str, Any]) -> int:
     """Number of alternatives that the client wants for each token; -1 if it wants no log probabilities.
 
     A value that is not a number counts as -1; the answering engine refuses it.
     """
-    wanted = request.get("logprobs")
+    logprobs = request.get("logprobs")
     if "messages" in request:
-        return _number(request.get("top_logprobs")) if wanted else -1
-    return -1 if wanted is None or wanted is False else _number(wanted)
+        return _number(request.get("top_logprobs")) if logprobs else -1
+    return -1 if logprobs is None or logprobs is False else _number(logprobs)
 
 
 def _number(value: object) -> int:

@@ -31,9 +31,9 @@ def first_logprobs(answer: object, count: int) -> FirstLogprobs | None:
         count: number of likeliest tokens that were asked for. vLLM adds the chosen token if it is not among them.
     """
     try:
-        found = answer["choices"][0]["logprobs"]  # type: ignore[index]
-        chosen = float(found["token_logprobs"][0])
-        top = dict((found.get("top_logprobs") or [None])[0] or {})
+        logprobs = answer["choices"][0]["logprobs"]  # type: ignore[index]
+        chosen = float(logprobs["token_logprobs"][0])
+        top = dict((logprobs.get("top_logprobs") or [None])[0] or {})
         values = {str(token): float(value) for token, value in top.items()}
     except (KeyError, IndexError, TypeError, ValueError):
         return None
@@ -44,8 +44,8 @@ def first_logprobs(answer: object, count: int) -> FirstLogprobs | None:
 class FirstTokenPatch:
     """Puts the log probabilities into an answer, complete or streamed."""
 
-    def __init__(self, found: FirstLogprobs) -> None:
-        self._found = found
+    def __init__(self, logprobs: FirstLogprobs) -> None:
+        self._logprobs = logprobs
         self.done = False
         """Whether the first token has come."""
 
@@ -90,19 +90,19 @@ class FirstTokenPatch:
         return True
 
     def _patch_chat(self, entry: dict[str, Any]) -> None:
-        entry["logprob"] = self._found.chosen
+        entry["logprob"] = self._logprobs.chosen
         if entry.get("top_logprobs"):
             entry["top_logprobs"] = [
                 {"token": token, "bytes": list(token.encode()), "logprob": value}
-                for token, value in self._found.top.items()
+                for token, value in self._logprobs.top.items()
             ]
 
     def _patch_completion(self, logprobs: dict[str, Any]) -> None:
-        logprobs["token_logprobs"][0] = self._found.chosen
+        logprobs["token_logprobs"][0] = self._logprobs.chosen
         top = logprobs.get("top_logprobs")
         if top and top[0]:
             # Replace all entries. SGLang repeats one dummy token here, and equal texts are one key.
-            top[0] = self._found.top
+            top[0] = self._logprobs.top
 
 
 def _encoded(answer: object) -> bytes:

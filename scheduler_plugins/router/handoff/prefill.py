@@ -51,7 +51,7 @@ USAGE_S = 1.0
 """Longest wait for the prefill engine's count of cached tokens, after the decode engine's count has come."""
 
 
-def as_told(engine: BackendEngine, rank: int | None) -> Prefill:
+def prefill_side(engine: BackendEngine, rank: int | None) -> Prefill:
     """A prefill engine, as its decode engine finds it.
 
     Args:
@@ -164,10 +164,10 @@ class PrefillCopy:
         await asyncio.wait({self._task}, timeout=USAGE_S)
         if self.failure is not None and not self.failure.accepted:
             return None  # the prefill engine computed nothing, so nothing was handed over
-        told = self._usage or PromptUsage()
-        if told.cached is None and decode is Kind.SGLANG:
+        usage = self._usage or PromptUsage()
+        if usage.cached is None and decode is Kind.SGLANG:
             return None  # its prefill engine sends the count with the KV
-        return UsagePatch(told)
+        return UsagePatch(usage)
 
     def refused(self, now: float) -> EngineFailedError | None:
         """Why the KV will never come; None if it may still come.
@@ -226,7 +226,7 @@ class PrefillCopy:
         ) as answer:
             if answer.status in _LACKS and self._call.path in ONLY_VLLM:
                 raise RefusedError(answer.status, await answer.read_all())
-            await raise_for_status(answer, wanted=200)
+            await raise_for_status(answer, only=200)
             raw = await answer.read_all()
             kind = answer.headers.get("Content-Type", "")
         status = await status_of(200, kind, raw, completes=self._call.path in PAIRED)
@@ -254,17 +254,17 @@ class PrefillCopy:
             self._pool.learnt(self.engine, StepLoad.of([(cached, self._tokens)]), took_s)
         self._prefilled()
 
-    def _count_hits(self, told: PromptUsage) -> None:
+    def _count_hits(self, usage: PromptUsage) -> None:
         """Compare the index's expectation with the cached tokens that the engine reports."""
-        if told.cached is None:
+        if usage.cached is None:
             return
         # The router's own length of a text is a guess. A guess below the engine's count would make shares above 1.
-        tokens = max(told.tokens or self._tokens, told.cached)
+        tokens = max(usage.tokens or self._tokens, usage.cached)
         expected = max(0, self._tokens - self._fresh_tokens) / self._tokens
-        known = self.engine.metrics
-        known.cached_tokens.labels("expected").inc(expected * tokens)
-        known.cached_tokens.labels("actual").inc(told.cached)
-        known.counted_prompt_tokens.inc(tokens)
+        metrics = self.engine.metrics
+        metrics.cached_tokens.labels("expected").inc(expected * tokens)
+        metrics.cached_tokens.labels("actual").inc(usage.cached)
+        metrics.counted_prompt_tokens.inc(tokens)
 
     def _prefilled(self) -> None:
         """Note that the engine has cached the prompt."""

@@ -44,22 +44,22 @@ async def prompt_ids(
         request = {**request, "prompt": prompt}
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
-    asked = body.encode(tokenize_body(request, engine.kind or Kind.VLLM))
-    call = EngineCall("POST", TOKENIZE, headers, asked)
+    question = body.encode(tokenize_body(request, engine.kind or Kind.VLLM))
+    call = EngineCall("POST", TOKENIZE, headers, question)
     timeouts = ResponseTimeouts(config.first_byte_timeout_s, config.idle_timeout_s)
     async with exchange(connections, engine, call, timeouts, config) as answer:
-        await raise_for_status(answer, wanted=200)
+        await raise_for_status(answer, only=200)
         return _ids(await answer.read_all())
 
 
 def _ids(raw: bytes) -> list[int]:
     try:
-        found = json.loads(raw)["tokens"]
+        ids = json.loads(raw)["tokens"]
     except (KeyError, TypeError, ValueError, RecursionError):
-        found = None
-    if not (isinstance(found, list) and found and all(type(token) is int for token in found)):
+        ids = None
+    if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
         raise EngineFailedError("malformed", f"{TOKENIZE} answered without the prompt's ids")
-    return found
+    return ids
 
 
 async def text_of(
@@ -82,12 +82,12 @@ async def text_of(
     call = EngineCall("POST", DETOKENIZE, headers, body.encode({**named, "tokens": ids}))
     timeouts = ResponseTimeouts(DETOKENIZE_S, DETOKENIZE_S)
     async with exchange(connections, engine, call, timeouts, config) as answer:
-        await raise_for_status(answer, wanted=200)
+        await raise_for_status(answer, only=200)
         raw = await answer.read_all()
     try:
-        found = json.loads(raw)["prompt"]
+        text = json.loads(raw)["prompt"]
     except (KeyError, TypeError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, str):
+        text = None
+    if not isinstance(text, str):
         raise EngineFailedError("malformed", f"{DETOKENIZE} answered without a text")
-    return found
+    return text

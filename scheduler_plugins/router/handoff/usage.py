@@ -49,9 +49,9 @@ def prompt_usage(answer: object) -> PromptUsage:
 class UsagePatch:
     """Puts the counts into an answer, complete or streamed. Patching twice changes nothing more."""
 
-    def __init__(self, told: PromptUsage) -> None:
-        """`told`: the counts. An unknown count becomes null, because the decode engine's own count would be wrong."""
-        self._told = told
+    def __init__(self, usage: PromptUsage) -> None:
+        """`usage`: the counts. An unknown count becomes null, because the decode engine's own count would be wrong."""
+        self._usage = usage
 
     def whole(self, content: bytes) -> bytes:
         """Patch a complete answer, or the data of one event."""
@@ -71,9 +71,9 @@ class UsagePatch:
             # At a second engine, the prompt is longer than the client's prompt.
             return None if count is None else min(count, tokens)
 
-        details["cached_tokens"] = at_most(self._told.cached)
+        details["cached_tokens"] = at_most(self._usage.cached)
         if "created_cache_tokens" in details:
-            details["created_cache_tokens"] = at_most(self._told.created)
+            details["created_cache_tokens"] = at_most(self._usage.created)
         end = begin + len(text[:length].encode())
         patched = json.dumps(usage, separators=(",", ":")).encode()
         return content[:begin] + patched + content[end:]
@@ -89,7 +89,7 @@ class UsagePatch:
 
 
 def _count(answer: object, *path: str) -> int | None:
-    found: Any = answer
+    value: Any = answer
     for name in path:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found if type(found) is int and found >= 0 else None
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if type(value) is int and value >= 0 else None

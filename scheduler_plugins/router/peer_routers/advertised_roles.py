@@ -43,38 +43,40 @@ class AdvertisedRoles:
 
     def telling(self) -> dict[str, AdvertisedRole]:
         """The roles that differ from the settings, by the engine's URL."""
-        found = {}
+        advertised = {}
         for engine in self._pool.engines:
             role_state = engine.role_state
             moving = None if engine.url in self._moved_by else role_state.moving
             if role_state.version.number or moving is not None:
-                found[engine.url] = AdvertisedRole(
+                advertised[engine.url] = AdvertisedRole(
                     engine.role, *role_state.version, role_state.pinned, moving
                 )
-        return found
+        return advertised
 
-    def heard(self, router: str, told: Mapping[str, AdvertisedRole]) -> None:
+    def heard(self, router: str, roles: Mapping[str, AdvertisedRole]) -> None:
         """Take a fellow's roles. Unknown engines, and roles that no router gives, are ignored."""
         for engine in self._pool.engines:
-            one = told.get(engine.url)
-            if one is None or self._pool.leaves(engine):
+            advertised = roles.get(engine.url)
+            if advertised is None or self._pool.leaves(engine):
                 continue
-            self._note_move(engine.url, router, one.moving)
-            version = Version(one.number, one.router)
-            if one.role in MOVABLE and engine.role_state.version < version < (MOST_NUMBER,):
-                if one.role is not engine.role:
+            self._note_move(engine.url, router, advertised.moving)
+            version = Version(advertised.number, advertised.router)
+            if advertised.role in MOVABLE and engine.role_state.version < version < (MOST_NUMBER,):
+                if advertised.role is not engine.role:
                     logger.info(
                         "%s is %s and no longer %s: router %s says so",
-                        *(engine.url, one.role, engine.role, router),
+                        *(engine.url, advertised.role, engine.role, router),
                     )
-                self._pool.set_role(engine, one.role, pinned=one.pinned, version=version)
-        for url in [url for url, by in self._moved_by.items() if by == router and url not in told]:
+                self._pool.set_role(
+                    engine, advertised.role, pinned=advertised.pinned, version=version
+                )
+        for url in [url for url, by in self._moved_by.items() if by == router and url not in roles]:
             self._note_move(url, router, None)
 
-    def forget(self, known: Collection[str]) -> None:
+    def forget(self, peers: Collection[str]) -> None:
         """Only these fellows are heard now. A move of another one has ended somehow: the engine is asked."""
         for url, router in list(self._moved_by.items()):
-            if router not in known:
+            if router not in peers:
                 self._note_move(url, router, None)
                 for engine in self._pool.engines:
                     if engine.url == url:

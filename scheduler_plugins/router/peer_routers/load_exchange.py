@@ -93,7 +93,7 @@ class InFlight(msgspec.Struct, frozen=True, array_like=True):
 
 class _Heard(NamedTuple):
     at_s: float
-    told: InFlight
+    sent: InFlight
 
 
 class _Circle:
@@ -273,12 +273,12 @@ class PeerRouters:
         self._said, self._said_s = said, now_s
         events, prompts = history.take_unsent(), self._prompts()
         self._number += 1
-        told = {name: _with_age(counts, now_s) for name, counts in engines.items()}
+        sent = {name: _with_age(counts, now_s) for name, counts in engines.items()}
         return msgspec.msgpack.encode(
             InFlight(
                 self._name,
                 self._number,
-                told,
+                sent,
                 roles,
                 events,
                 self._router_id,
@@ -315,27 +315,27 @@ class PeerRouters:
     def heard(self, message: bytes, now_s: float) -> bool:
         """Take in a message. Returns whether it is new and valid; otherwise it changes nothing."""
         try:
-            told = _DECODER.decode(message)
+            sent = _DECODER.decode(message)
         except msgspec.MsgspecError as error:
             logger.debug("a message of another router cannot be read: %s", error)
             return False
-        full = told.router not in self._heard and len(self._heard) >= MOST_FELLOWS
-        if told.router == self._name or full or self._numbers.get(told.router, 0) >= told.number:
+        full = sent.router not in self._heard and len(self._heard) >= MOST_FELLOWS
+        if sent.router == self._name or full or self._numbers.get(sent.router, 0) >= sent.number:
             return False
-        self._numbers.pop(told.router, None)
-        self._numbers[told.router] = told.number
+        self._numbers.pop(sent.router, None)
+        self._numbers[sent.router] = sent.number
         if len(self._numbers) > MOST_REMEMBERED:
             del self._numbers[next(iter(self._numbers))]  # the router silent for the longest time
-        self._heard[told.router] = _Heard(now_s, told)
-        self._roles.heard(told.router, told.roles)
+        self._heard[sent.router] = _Heard(now_s, sent)
+        self._roles.heard(sent.router, sent.roles)
         groups = frozenset(engine.role_state.place.group for engine in self._pool.engines)
-        self._pool.history.heard(told.events, now_s, groups)
-        self._note_prompts(told.prompts)
-        if told.router_id and told.router_id == self._router_id:
+        self._pool.history.heard(sent.events, now_s, groups)
+        self._note_prompts(sent.prompts)
+        if sent.router_id and sent.router_id == self._router_id:
             self._hears_workers.set()
-            self._list.heard(told.listed)
-            if told.decisions and not self._pool.leads:
-                self._pool.decisions = deque(told.decisions, maxlen=MOST_DECISIONS)
+            self._list.heard(sent.listed)
+            if sent.decisions and not self._pool.leads:
+                self._pool.decisions = deque(sent.decisions, maxlen=MOST_DECISIONS)
         return True
 
     def _note_prompts(self, prompts: Sequence[tuple[str, bytes]]) -> None:
@@ -348,7 +348,7 @@ class PeerRouters:
         """What waits in the front queues of all workers and routers, by group."""
         found = dict(self._waiting())
         for heard in self._heard.values():
-            for group, one in heard.told.front.items():
+            for group, one in heard.sent.front.items():
                 other = found.get(group, Front())
                 found[group] = Front(
                     one.requests + other.requests,
@@ -372,21 +372,21 @@ class PeerRouters:
         routers = [
             one
             for one in self._heard.values()
-            if not self._router_id or one.told.router_id != self._router_id
+            if not self._router_id or one.sent.router_id != self._router_id
         ]
         for engine in self._pool.engines:
             sums = [0.0] * len(Count)
             for heard in routers:
-                counts = heard.told.engines.get(engine.url)
+                counts = heard.sent.engines.get(engine.url)
                 if (
                     counts is None
                     or len(counts) != len(Count)
                     or not all(0 <= c < MOST for c in counts)
                 ):
                     continue
-                told = list(counts)
-                told[Count.BUSY_SINCE_S] = heard.at_s - counts[Count.BUSY_SINCE_S]
-                sums = _added(sums, told)
+                aligned = list(counts)
+                aligned[Count.BUSY_SINCE_S] = heard.at_s - counts[Count.BUSY_SINCE_S]
+                sums = _added(sums, aligned)
             self._counts.of(engine).routers = sums
 
     def _leads(self) -> bool:
@@ -406,11 +406,11 @@ class PeerRouters:
     def _workers(self) -> list[str]:
         """Names of the other workers of this router that are heard."""
         own = self._router_id
-        return [name for name, one in self._heard.items() if own and one.told.router_id == own]
+        return [name for name, one in self._heard.items() if own and one.sent.router_id == own]
 
     def _routers(self) -> set[str]:
         """Other routers that are heard. A router in several processes counts once."""
-        ids = {one.told.router_id or name for name, one in self._heard.items()}
+        ids = {one.sent.router_id or name for name, one in self._heard.items()}
         return ids - {self._router_id}
 
     def count(self, named: int, now_s: float) -> None:
@@ -434,18 +434,18 @@ class PeerRouters:
             )
 
 
-def _added(one: list[float], other: list[float]) -> list[float]:
+def _added(first: list[float], other: list[float]) -> list[float]:
     """The sums of two lists of counts, with the later of their times."""
-    sums = [a + b for a, b in zip(one, other, strict=True)]
-    sums[Count.BUSY_SINCE_S] = max(one[Count.BUSY_SINCE_S], other[Count.BUSY_SINCE_S])
+    sums = [a + b for a, b in zip(first, other, strict=True)]
+    sums[Count.BUSY_SINCE_S] = max(first[Count.BUSY_SINCE_S], other[Count.BUSY_SINCE_S])
     return sums
 
 
 def _with_age(counts: list[float], now_s: float) -> list[float]:
     """The counts in the form of a message: the time becomes an age, because clocks differ."""
-    told = list(counts)
-    told[Count.BUSY_SINCE_S] = max(0.0, now_s - counts[Count.BUSY_SINCE_S])
-    return told
+    sent = list(counts)
+    sent[Count.BUSY_SINCE_S] = max(0.0, now_s - counts[Count.BUSY_SINCE_S])
+    return sent
 
 
 _DECODER = msgspec.msgpack.Decoder(InFlight)

@@ -51,12 +51,12 @@ def added_policy(name: str, decode: Callable[[], Rule] | None) -> Policy | None:
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
         return None
-    found = extension.load()
-    if _is(found, Rule):
+    loaded = extension.load()
+    if _is(loaded, Rule):
         rule: Callable[[], Rule] = extension.make
         return Checked(Sides(rule(), (decode or rule)()), extension)
-    if not _is(found, Policy):
-        raise _wrong(extension, "policy", found, "base.Policy or sides.Rule")
+    if not _is(loaded, Policy):
+        raise _wrong(extension, "policy", loaded, "base.Policy or sides.Rule")
     if decode:
         raise ConfigError(
             f"policy {name!r}, which {extension.source} adds, chooses on both sides: leave "
@@ -74,9 +74,9 @@ def added_rule(name: str) -> tuple[Callable[[], Rule], Extension] | None:
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
         return None
-    found = extension.load()
-    if not _is(found, Rule):
-        raise _wrong(extension, "decode policy", found, "sides.Rule")
+    loaded = extension.load()
+    if not _is(loaded, Rule):
+        raise _wrong(extension, "decode policy", loaded, "sides.Rule")
     return extension.make, extension
 
 
@@ -142,12 +142,12 @@ def _wrong_time(name: str, value: object, least: float, most: float) -> str:
     return f"{name} must be a number of seconds from {least:g} to {most:g}"
 
 
-def _is(found: object, base: type | tuple[type, ...]) -> bool:
-    return isinstance(found, type) and issubclass(found, base)
+def _is(loaded: object, base: type | tuple[type, ...]) -> bool:
+    return isinstance(loaded, type) and issubclass(loaded, base)
 
 
-def _wrong(extension: Extension, kind: str, found: object, wanted: str) -> ConfigError:
+def _wrong(extension: Extension, kind: str, loaded: object, base: str) -> ConfigError:
     return ConfigError(
-        f"{kind} {extension.name!r}, which {extension.source} adds, is {found!r}: must be a subclass "
-        f"of scheduler_plugins.router.policies.{wanted}"
+        f"{kind} {extension.name!r}, which {extension.source} adds, is {loaded!r}: must be a subclass "
+        f"of scheduler_plugins.router.policies.{base}"
     )

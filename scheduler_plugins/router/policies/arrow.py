@@ -45,15 +45,15 @@ class Arrow(Policy):
 
     def _alone(self, request: Request, view: View, now_s: float, random: Random) -> Route | None:
         able = list[tuple[float, str]]()
-        for one in view.engines(Role.DECODE):
-            own_s = one.queued_s(now_s) + one.costs.prefill_s(request.tokens)
+        for engine in view.engines(Role.DECODE):
+            own_s = engine.queued_s(now_s) + engine.costs.prefill_s(request.tokens)
             kept = (
                 own_s <= request.ttft_slo_s
-                and self._step_s(request, one) <= MARGIN * request.tpot_slo_s
+                and self._step_s(request, engine) <= MARGIN * request.tpot_slo_s
             )
-            if kept and one.free_kv >= request.tokens and one.role is Role.DECODE:
-                able.append((own_s, one.name))
-        return Route(None, least(able, lambda one: one[0], random)[1]) if able else None
+            if kept and engine.free_kv >= request.tokens and engine.role is Role.DECODE:
+                able.append((own_s, engine.name))
+        return Route(None, least(able, lambda pair: pair[0], random)[1]) if able else None
 
     def _step_s(self, request: Request, engine: EngineView) -> float:
         """The longest step of the engine while it computes the prompt; 0 if no sequence would wait for it."""

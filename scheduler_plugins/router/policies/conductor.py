@@ -68,7 +68,7 @@ class Conductor(Rule):
     ) -> Choice:
         matches = view.match(request.hashes, engines)
         prefills = self._prefills(request, engines, matches, view)
-        most = max(cached_tokens(request, *one) for one in zip(engines, matches, strict=True))
+        most = max(cached_tokens(request, *match) for match in zip(engines, matches, strict=True))
         choices = list[tuple[bool, float, int, Choice]]()
         for engine, (prefill_s, source) in zip(engines, prefills, strict=True):
             choice = Choice(engine, engine.queued_s(now_s) + prefill_s, source)
@@ -77,7 +77,7 @@ class Conductor(Rule):
             cost_s = choice.expected_s + weight * extra_s
             late = choice.expected_s > request.ttft_slo_s
             choices.append((late, cost_s, engine.open_requests, choice))
-        return least(choices, lambda one: one[:3], random)[3]
+        return least(choices, lambda candidate: candidate[:3], random)[3]
 
     def _prefills(
         self,
@@ -89,9 +89,9 @@ class Conductor(Rule):
         best = max(matches)
         owner = engines[matches.index(best)]
         pooled = pool_matches(request, view)
-        found = list[Prefill]()
+        prefills = list[Prefill]()
         for engine, blocks in zip(engines, matches, strict=True):
             own = cached_tokens(request, engine, blocks)
             others = [(owner, best), *pooled] if engine.pull_prefix else pooled
-            found.append(prefill(request, engine, engine.costs, own, others, view, THRESHOLD))
-        return found
+            prefills.append(prefill(request, engine, engine.costs, own, others, view, THRESHOLD))
+        return prefills

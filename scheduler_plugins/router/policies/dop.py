@@ -41,7 +41,7 @@ _GONE_S = 1.0
 class _Waiting(NamedTuple):
     request: Request
     costs_s: Mapping[str, float]  # by engine
-    asked_s: float
+    seen_s: float
 
 
 class FullestRoom(Rule):
@@ -64,14 +64,14 @@ class FullestRoom(Rule):
     ) -> Choice | Reject | Defer:
         promised_s = request.tpot_slo_s if request.tpot_slo_s < inf else ASSUMED_TPOT_S
         able = list[tuple[int, float, EngineView]]()
-        for one in engines:
-            step_s = one.costs.decode_step_s(one.batch + 1, one.context + request.tokens)
-            room = one.free_kv >= request.tokens + request.max_tokens
-            if one.costs.knows_decode and room and step_s <= promised_s:
-                able.append((one.context, step_s, one))
+        for engine in engines:
+            step_s = engine.costs.decode_step_s(engine.batch + 1, engine.context + request.tokens)
+            room = engine.free_kv >= request.tokens + request.max_tokens
+            if engine.costs.knows_decode and room and step_s <= promised_s:
+                able.append((engine.context, step_s, engine))
         if not able:
             return self._otherwise.choose(request, engines, view, now_s, random)
-        _, step_s, chosen = least(able, lambda one: -one[0], random)
+        _, step_s, chosen = least(able, lambda candidate: -candidate[0], random)
         return Choice(chosen, step_s)
 
 
@@ -92,8 +92,8 @@ class Dop(Policy):
     def decide(self, request: Request, view: View, now_s: float, random: Random) -> Decision:
         prefill, decode = view.engines(Role.PREFILL), view.engines(Role.DECODE)
         if not prefill:
-            found = self._decode.choose(request, decode, view, now_s, random)
-            return found if isinstance(found, Reject | Defer) else Route(None, found.engine.name)
+            chosen = self._decode.choose(request, decode, view, now_s, random)
+            return chosen if isinstance(chosen, Reject | Defer) else Route(None, chosen.engine.name)
         self._note(request, prefill, view, now_s)
         p = self._divided(request, prefill, now_s, random)
         expected_s = p.queued_s(now_s) + self._waiting[request.id].costs_s[p.name]
@@ -105,7 +105,7 @@ class Dop(Policy):
         del self._waiting[request.id]
         if p.role is Role.WHOLE:
             return Route(None, p.name)
-        decode = [one for one in decode if one.name != p.name]
+        decode = [engine for engine in decode if engine.name != p.name]
         if not decode:
             return Route(None, p.name)
         d = chosen_in_time(self._decode, request, decode, view, now_s, random)
@@ -115,15 +115,17 @@ class Dop(Policy):
         self, request: Request, engines: Sequence[EngineView], view: View, now_s: float
     ) -> None:
         matches = view.match(request.hashes, engines)
-        cached = [cached_tokens(request, *one) for one in zip(engines, matches, strict=True)]
+        cached = [cached_tokens(request, *match) for match in zip(engines, matches, strict=True)]
         costs_s = dict[str, float]()
-        for one, there in zip(engines, cached, strict=True):
-            own_s = one.costs.prefill_s(request.tokens, there)
-            extra_s = own_s - one.costs.prefill_s(request.tokens, max(cached))
-            costs_s[one.name] = own_s + EXTRA_WEIGHT * extra_s
+        for engine, there in zip(engines, cached, strict=True):
+            own_s = engine.costs.prefill_s(request.tokens, there)
+            extra_s = own_s - engine.costs.prefill_s(request.tokens, max(cached))
+            costs_s[engine.name] = own_s + EXTRA_WEIGHT * extra_s
         self._waiting[request.id] = _Waiting(request, costs_s, now_s)
         if len(self._waiting) > 1:
-            late = [name for name, one in self._waiting.items() if one.asked_s < now_s - _GONE_S]
+            late = [
+                name for name, waiting in self._waiting.items() if waiting.seen_s < now_s - _GONE_S
+            ]
             for name in late:
                 del self._waiting[name]
 
@@ -132,17 +134,17 @@ class Dop(Policy):
     ) -> EngineView:
         """The engine of this request. Engines of one speed are in any order: the first of them would get what comes
         while all are idle."""
-        before = [one for one in self._waiting.values() if one.request.id != request.id]
-        before.sort(key=lambda one: one.request.arrival_s)
+        before = [other for other in self._waiting.values() if other.request.id != request.id]
+        before.sort(key=lambda other: other.request.arrival_s)
         waiting = [self._waiting[request.id], *before[: MOST - 1]]
-        waiting.sort(key=lambda one: (one.request.tokens, one.request.id))
+        waiting.sort(key=lambda item: (item.request.tokens, item.request.id))
         by_speed = random.sample(engines, len(engines))
-        by_speed.sort(key=lambda one: -one.costs.prefill_s(10_000))
-        costs_s = [[one.costs_s.get(e.name, _NEVER_S) for one in waiting] for e in by_speed]
-        weights = [1 / one.request.tokens for one in waiting]
-        queued_s = [one.queued_s(now_s) for one in by_speed]
+        by_speed.sort(key=lambda engine: -engine.costs.prefill_s(10_000))
+        costs_s = [[item.costs_s.get(e.name, _NEVER_S) for item in waiting] for e in by_speed]
+        weights = [1 / item.request.tokens for item in waiting]
+        queued_s = [engine.queued_s(now_s) for engine in by_speed]
         chosen = divide(costs_s, queued_s, weights)
-        own = next(n for n, one in enumerate(waiting) if one.request.id == request.id)
+        own = next(n for n, item in enumerate(waiting) if item.request.id == request.id)
         return by_speed[chosen[own]]
 
 

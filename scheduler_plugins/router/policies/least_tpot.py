@@ -38,10 +38,10 @@ class LeastTpot(Rule):
         now_s: float,
         random: Random,
     ) -> Choice:
-        known = [engine.costs for engine in engines if engine.costs.knows_decode]
-        assumed = CostModel.mean(known) if known else CostModel.token_count()
+        known_costs = [engine.costs for engine in engines if engine.costs.knows_decode]
+        assumed = CostModel.mean(known_costs) if known_costs else CostModel.token_count()
 
-        costs = {one.name: one.costs if one.costs.knows_decode else assumed for one in engines}
+        costs = {each.name: each.costs if each.costs.knows_decode else assumed for each in engines}
         alone = not view.engines(Role.PREFILL)
         computed = dict[str, Prefill]()
         if alone:

@@ -52,12 +52,16 @@ class Length(Policy):
             return self._by_cpu(request, view, now_s, random) or decision
         if type(decision) is not Route or decision.p is None:
             return decision
-        d = [one for one in view.engines(Role.DECODE) if one.name == decision.d]
+        d = [candidate for candidate in view.engines(Role.DECODE) if candidate.name == decision.d]
         if self._uncached(request, view, d[0]) < self._min_uncached:
             return Route(None, decision.d)
         cpus = view.engines(Role.CPU_PREFILL)
         if cpus and not request.interactive:
-            p = [one for one in view.engines(Role.PREFILL) if one.name == decision.p]
+            p = [
+                candidate
+                for candidate in view.engines(Role.PREFILL)
+                if candidate.name == decision.p
+            ]
             if p and self._is_long(request, view, p[0]):
                 slow = least(cpus, lambda engine: engine.queued_s(now_s), random)
                 return Route(slow.name, decision.d)
@@ -68,12 +72,12 @@ class Length(Policy):
     ) -> Decision | None:
         """The decision with the soonest `cpu_prefill` engine; None if none keeps the promised TTFT."""
         soonest: tuple[float, str] | None = None
-        for one in view.engines(Role.CPU_PREFILL):
-            (blocks,) = view.match(request.hashes, [one])
-            cached = cached_tokens(request, one, blocks)
-            expected_s = one.queued_s(now_s) + one.costs.prefill_s(request.tokens, cached)
+        for engine in view.engines(Role.CPU_PREFILL):
+            (blocks,) = view.match(request.hashes, [engine])
+            cached = cached_tokens(request, engine, blocks)
+            expected_s = engine.queued_s(now_s) + engine.costs.prefill_s(request.tokens, cached)
             if expected_s <= request.ttft_slo_s and (soonest is None or expected_s < soonest[0]):
-                soonest = expected_s, one.name
+                soonest = expected_s, engine.name
         if soonest is None:
             return None
         decision = self._inner.decide(request._replace(ttft_slo_s=inf), view, now_s, random)

@@ -34,7 +34,11 @@ class OnDemand(Rule):
         now_s: float,
         random: Random,
     ) -> Choice | Reject | Defer:
-        able = [one for one in engines if one.prefills < BATCH and one.accepts(now_s)]
+        able = [
+            candidate
+            for candidate in engines
+            if candidate.prefills < BATCH and candidate.accepts(now_s)
+        ]
         if able:
             return Choice(least(able, lambda engine: engine.open_requests, random))
         deadline_s = min(request.deadline_s, request.arrival_s + PATIENCE_S)

@@ -13,22 +13,22 @@ from collections.abc import Callable
 
 from pd_connector.extensions import Extension, unknown_name
 from scheduler_plugins.router.policies.added import GROUP, Checked, added_policy, added_rule
+from scheduler_plugins.router.policies.affinity_rules import CacheAware, PrefixHash, Session
 from scheduler_plugins.router.policies.arrow import Arrow
 from scheduler_plugins.router.policies.base import Policy
-from scheduler_plugins.router.policies.cache_aware import CacheAware
 from scheduler_plugins.router.policies.conductor import Conductor
 from scheduler_plugins.router.policies.dop import Dop
-from scheduler_plugins.router.policies.jsq import ShortestQueue
 from scheduler_plugins.router.policies.kv_cost import KvCostDecode, KvCostPrefill
 from scheduler_plugins.router.policies.least_tpot import LeastTpot
-from scheduler_plugins.router.policies.least_work import LeastWork
 from scheduler_plugins.router.policies.length import Length
+from scheduler_plugins.router.policies.load_rules import (
+    LeastWork,
+    PowerOfTwo,
+    RandomChoice,
+    RoundRobin,
+    ShortestQueue,
+)
 from scheduler_plugins.router.policies.on_demand import OnDemand
-from scheduler_plugins.router.policies.power_of_two import PowerOfTwo
-from scheduler_plugins.router.policies.prefix_hash import PrefixHash
-from scheduler_plugins.router.policies.random_choice import RandomChoice
-from scheduler_plugins.router.policies.round_robin import RoundRobin
-from scheduler_plugins.router.policies.session import Session
 from scheduler_plugins.router.policies.sides import Rule, Sides
 
 DEFAULT = "least_delay"

@@ -42,9 +42,9 @@ def least(able: Sequence[T], rank: Callable[[T], Any], random: Random) -> T:
 
     Always taking the first of equals would send everything to one engine while all look alike.
     """
-    ranks = [rank(one) for one in able]
+    ranks = [rank(item) for item in able]
     lowest = min(ranks)
-    equal = [one for one, its in zip(able, ranks, strict=True) if its == lowest]
+    equal = [item for item, its in zip(able, ranks, strict=True) if its == lowest]
     return equal[0] if len(equal) == 1 else random.choice(equal)
 
 
@@ -101,17 +101,17 @@ class Sides(Policy):
         decode = view.engines(Role.DECODE)
         prefill = view.engines(Role.PREFILL)
         if len(decode) == 1 and decode[0].role is Role.BOTH:
-            prefill = [one for one in prefill if one.name != decode[0].name] or prefill
+            prefill = [engine for engine in prefill if engine.name != decode[0].name] or prefill
         p: Choice | None = None
         if prefill:
-            found = self._prefill.choose(request, prefill, view, now_s, random)
-            if isinstance(found, Reject | Defer):
-                return found
-            p = found
+            chosen = self._prefill.choose(request, prefill, view, now_s, random)
+            if isinstance(chosen, Reject | Defer):
+                return chosen
+            p = chosen
             if p.expected_s > request.ttft_slo_s:
                 return Reject("ttft", p.expected_s - request.ttft_slo_s)
             if p.engine.role is Role.BOTH:
-                decode = [one for one in decode if one.name != p.engine.name]
+                decode = [engine for engine in decode if engine.name != p.engine.name]
             if p.engine.role is Role.WHOLE or not decode:
                 return Route(None, p.engine.name, p.source)
         d = chosen_in_time(self._decode, request, decode, view, now_s, random)

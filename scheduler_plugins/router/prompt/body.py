@@ -131,16 +131,16 @@ def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
             body.pop(name, None)
         # A new dict, because the client's own JSON text of a large one would be sent on in place of its changes.
         body[SAMPLING] = _checked_counts(dict(body[SAMPLING]), "extra_args")
-    told = body.get("kv_transfer_params")
+    transfer = body.get("kv_transfer_params")
     for name in _TRANSFERS:
         body.pop(name, None)
-    if path in PAIRED and isinstance(told, dict) and told.get(POOL) is not None:
-        body["kv_transfer_params"] = {POOL: told[POOL]}
-    for name, wanted, types in (("stream", "a boolean", bool), ("model", "a string", str)):
+    if path in PAIRED and isinstance(transfer, dict) and transfer.get(POOL) is not None:
+        body["kv_transfer_params"] = {POOL: transfer[POOL]}
+    for name, meaning, types in (("stream", "a boolean", bool), ("model", "a string", str)):
         if name in body:
             body[name] = _flag(body[name]) if types is bool else body[name]
         value = body.get(name)
-        _check(body, name, wanted, value is None or isinstance(value, types))
+        _check(body, name, meaning, value is None or isinstance(value, types))
     return _checked_counts(body, "vllm_xargs")
 
 
@@ -149,7 +149,7 @@ def _checked_counts(fields: dict[str, Any], further: str) -> dict[str, Any]:
     object `further`."""
     if isinstance(extra := fields.get(further), dict):
         # The new dict also loses the client's own JSON text.
-        fields[further] = {name: one for name, one in extra.items() if name not in _TRANSFERS}
+        fields[further] = {name: kept for name, kept in extra.items() if name not in _TRANSFERS}
     for name in _COUNTS:
         if name in fields:
             fields[name] = _whole(fields[name])
@@ -261,10 +261,10 @@ def with_tokens(body: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any
     return {**body, "prompt": list(tokens)}
 
 
-def _check(body: Mapping[str, Any], name: str, wanted: str, right: bool) -> None:
+def _check(body: Mapping[str, Any], name: str, meaning: str, right: bool) -> None:
     if not right:
-        found = _kind(body[name]) if name in body else "missing"
-        raise BadRequestError(f"{name} is {found}: must be {wanted}", name)
+        kind = _kind(body[name]) if name in body else "missing"
+        raise BadRequestError(f"{name} is {kind}: must be {meaning}", name)
 
 
 def _kind(value: object) -> str:

@@ -32,12 +32,12 @@ def timeout_s(headers: Mapping[str, str]) -> float:
     Raises:
         BadRequestError: the header is not a number of milliseconds.
     """
-    told = headers.get(TIMEOUT_HEADER)
-    if told is None:
+    value = headers.get(TIMEOUT_HEADER)
+    if value is None:
         return inf
-    if not told.isdecimal() or not told.strip("0"):
-        raise BadRequestError(f"{TIMEOUT_HEADER} {told!r}: must be a number of milliseconds > 0")
-    return inf if len(told) > _MOST_DIGITS else int(told) / 1e3
+    if not value.isdecimal() or not value.strip("0"):
+        raise BadRequestError(f"{TIMEOUT_HEADER} {value!r}: must be a number of milliseconds > 0")
+    return inf if len(value) > _MOST_DIGITS else int(value) / 1e3
 
 
 def describe(

@@ -71,17 +71,17 @@ class PieceDecoder:
             ValueError: the text is not a JSON object.
             TooComplexError: the object exceeds a limit.
         """
-        found: dict[str, Any] = {}
+        decoded: dict[str, Any] = {}
         self._expect(b"{")
         if self._peek() == b"}":
             self._expect(b"}")
         else:
-            yield from self._fields(found)
+            yield from self._fields(decoded)
         if self._peek():
             raise ValueError(f"trailing characters (byte {self._at})")
-        return found
+        return decoded
 
-    def _fields(self, found: dict[str, Any]) -> Steps:
+    def _fields(self, decoded: dict[str, Any]) -> Steps:
         view = memoryview(self._raw)
         while True:
             name = self._name()
@@ -97,8 +97,8 @@ class PieceDecoder:
                 value = with_raw(value)  # type: ignore[call-arg]
             if isinstance(value, RawField):
                 value.raw = view[start : self._at]
-            found[name] = value
-            if len(found) > MOST_FIELDS:
+            decoded[name] = value
+            if len(decoded) > MOST_FIELDS:
                 raise TooComplexError(f"it has too many fields: {MOST_FIELDS:,} at most")
             if self._ends(b"}"):
                 return
@@ -138,33 +138,33 @@ class PieceDecoder:
         return self._decode(form % piece)
 
     def _long_list(self, depth: int) -> Steps:
-        found = RawList() if depth == 1 else []  # a field, which would be copied into one later
+        elements = RawList() if depth == 1 else []  # a field, which would be copied into one later
         self._expect(b"[")
         if self._peek() == b"]":
             self._expect(b"]")
-            return found
+            return elements
         while True:
             self._space()
             start, cut = self._at, self._last_comma(self._at)
             if cut:
-                found += yield from self._piece(start, cut, b"[%b]")
+                elements += yield from self._piece(start, cut, b"[%b]")
             else:
-                found.append((yield from self._value(depth)))
+                elements.append((yield from self._value(depth)))
             if self._ends(b"]"):
-                return found
+                return elements
 
     def _long_object(self, depth: int) -> Steps:
-        found = RawObject() if depth == 1 else {}
+        members = RawObject() if depth == 1 else {}
         self._expect(b"{")
         if self._peek() == b"}":
             self._expect(b"}")
-            return found
+            return members
         while True:
             name = self._name()
             self._space()
-            found[name] = yield from self._value(depth)
+            members[name] = yield from self._value(depth)
             if self._ends(b"}"):
-                return found
+                return members
 
     def _long_text(self) -> Steps:
         self._expect(b'"')
@@ -172,9 +172,9 @@ class PieceDecoder:
         parts: list[str] = []
         while True:
             start = self._at
-            found = _TEXT.match(self._raw, start, start + PIECE_BYTES)
-            assert found is not None
-            end = found.end()
+            match = _TEXT.match(self._raw, start, start + PIECE_BYTES)
+            assert match is not None
+            end = match.end()
             while end > start and end < len(self._raw) and self._raw[end] & 0xC0 == 0x80:
                 end -= 1  # do not split a character
             ended = self._raw[end : end + 1] == b'"'
@@ -200,8 +200,8 @@ class PieceDecoder:
                 raise ValueError(f"a value is missing (byte {start})")
             return leaf.end() if leaf.end() - start < PIECE_BYTES else 0
         depth, parts = 0, 0
-        for found in _TOKEN.finditer(self._raw, start, start + PIECE_BYTES):
-            token = found[0]
+        for match in _TOKEN.finditer(self._raw, start, start + PIECE_BYTES):
+            token = match[0]
             if token == b'"':
                 return 0  # the text goes on
             if token != b",":
@@ -209,7 +209,7 @@ class PieceDecoder:
                 depth += (token in (b"[", b"{")) - (token in (b"]", b"}"))
             if depth == 0:
                 self._part(parts)
-                return found.end()
+                return match.end()
         return 0
 
     def _last_comma(self, start: int) -> int:
@@ -221,17 +221,17 @@ class PieceDecoder:
                 return first.start()
             return max(0, self._raw.rfind(b",", start, end))
         depth, cut, parts, cut_parts = 0, 0, 0, 0
-        for found in _TOKEN.finditer(self._raw, start, end):
-            token = found[0]
+        for match in _TOKEN.finditer(self._raw, start, end):
+            token = match[0]
             if token == b'"':
                 break
             if token == b",":
                 if depth == 0:
-                    cut, cut_parts = found.start(), parts
+                    cut, cut_parts = match.start(), parts
             elif token in (b"]", b"}"):
                 depth -= 1
                 if depth < 0:
-                    cut, cut_parts = found.start(), parts
+                    cut, cut_parts = match.start(), parts
                     break
             else:
                 parts += 1
@@ -243,10 +243,10 @@ class PieceDecoder:
         """The name of a member, and the colon behind it."""
         self._space()
         start = self._at
-        found = _TEXT.match(self._raw, start + 1, start + PIECE_BYTES)
-        if self._raw[start : start + 1] != b'"' or found is None:
+        match = _TEXT.match(self._raw, start + 1, start + PIECE_BYTES)
+        if self._raw[start : start + 1] != b'"' or match is None:
             raise ValueError(f"the name of a field is missing (byte {start})")
-        self._at = found.end()
+        self._at = match.end()
         self._expect(b'"')
         name: str = self._decode(self._raw[start : self._at])
         self._expect(b":")
@@ -269,9 +269,9 @@ class PieceDecoder:
             )
 
     def _space(self) -> None:
-        found = _SPACE.match(self._raw, self._at)
-        assert found is not None
-        self._at = found.end()
+        match = _SPACE.match(self._raw, self._at)
+        assert match is not None
+        self._at = match.end()
 
     def _peek(self) -> bytes:
         self._space()
@@ -279,8 +279,8 @@ class PieceDecoder:
 
     def _expect(self, mark: bytes) -> None:
         if self._peek() != mark:
-            found = self._raw[self._at : self._at + 1]
-            raise ValueError(f"{found!r} where {mark!r} is wanted (byte {self._at})")
+            byte = self._raw[self._at : self._at + 1]
+            raise ValueError(f"{byte!r} where {mark!r} is wanted (byte {self._at})")
         self._at += 1
 
 

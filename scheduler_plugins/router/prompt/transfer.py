@@ -54,8 +54,8 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
     if body.get("use_beam_search"):
         return "beam_search"
     # Logprobs of the prompt need its computation, which a handoff replaces.
-    asked = (body.get(name) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
-    if any(one is not None for one in asked) or body.get("echo"):
+    prompt_logprobs = (body.get(name) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
+    if any(value is not None for value in prompt_logprobs) or body.get("echo"):
         return "prompt_logprobs"
     if "messages" in body:
         return None
@@ -116,8 +116,8 @@ def decode_copy(body: Mapping[str, Any], address: ProducerAddress, transfer: str
 
 def pool_wishes(body: Mapping[str, Any]) -> dict[str, Any]:
     """The client's wishes about the KV pool, as a part of `kv_transfer_params`; empty without any."""
-    told = body.get("kv_transfer_params")
-    return {POOL: told[POOL]} if isinstance(told, dict) and POOL in told else {}
+    transfer = body.get("kv_transfer_params")
+    return {POOL: transfer[POOL]} if isinstance(transfer, dict) and POOL in transfer else {}
 
 
 def probe(model: str) -> dict[str, Any]:

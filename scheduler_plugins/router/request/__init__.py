@@ -4,11 +4,12 @@
 | modules | what they are |
 |---|---|
 | `proxy` | the client's request: attempts until one has answered |
-| `asked` | the request as engines and policies see it |
-| `turns`, `decision` | its wait at the front, and the engines of its next attempt |
+| `client_request` | the request as engines and policies see it |
+| `decision` | the engines of its next attempt |
 | `dispatch` | one attempt: what its engines are sent |
-| `responder`, `stream`, `aborts` | an engine's answer on its way to the client, the events of a streamed one, and whether an early end was wanted |
-| `resumable` | which streams can go on at another engine |
-| `resume`, `tail` | the part of a stream that was sent, and how another engine goes on |
+| `responder`, `aborts` | an engine's answer on its way to the client, and whether an early end was wanted |
+| `resumable` | which streams can go on at another engine, and from which token |
+| `resume`, `resume_tokens` | the sent part of a stream, and the request with which another engine goes on |
+| `pace`, `request_events` | the pace of a stream's tokens, and what role policies learn of a request |
 | `shared` | the objects that all requests share |
 """

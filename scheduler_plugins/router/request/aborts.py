@@ -46,7 +46,7 @@ async def is_wanted_abort(
     call, timeouts = EngineCall("GET", PAUSED, headers), ResponseTimeouts(PAUSED_S, PAUSED_S)
     try:
         async with exchange(shared.connections, engine, call, timeouts, shared.config) as answer:
-            await raise_for_status(answer, wanted=200)
+            await raise_for_status(answer, only=200)
             await answer.read_all()
     except EngineFailedError:
         return False

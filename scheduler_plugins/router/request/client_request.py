@@ -87,11 +87,14 @@ class ParsedRequest:
         """Tokenize the prompt, if the choice of engines depends on its tokens."""
         if self.one_engine:
             return
-        found = await self._shared.tokens.of(self.fields)
-        if found.tokens is not None:
-            self.request, self._counted = self._described(found), True
-            if found.digest:
-                self._in_tokens = with_tokens(self.body, token_list(found.tokens)), found.digest
+        tokenized = await self._shared.tokens.of(self.fields)
+        if tokenized.tokens is not None:
+            self.request, self._counted = self._described(tokenized), True
+            if tokenized.digest:
+                self._in_tokens = (
+                    with_tokens(self.body, token_list(tokenized.tokens)),
+                    tokenized.digest,
+                )
 
     def body_for(self, *engines: BackendEngine) -> dict[str, Any]:
         """`body` with token ids in place of its text, if all these engines are known to make the same ids of it; else
@@ -99,8 +102,12 @@ class ParsedRequest:
         if self._in_tokens is None:
             return self.body
         body, digest = self._in_tokens
-        known = self._shared.tokens
-        return body if all(known.confirmed(digest, engine) for engine in engines) else self.body
+        prompt_tokens = self._shared.tokens
+        return (
+            body
+            if all(prompt_tokens.confirmed(digest, engine) for engine in engines)
+            else self.body
+        )
 
     def ask_for_rest(self, rest: dict[str, Any]) -> None:
         """From now on, ask for `next_body` of a record: the client's chat once more, or the prompt's tokens and those
@@ -119,16 +126,16 @@ class ParsedRequest:
             max_tokens=min(self.fields["max_tokens"], self.request.max_tokens),
         )
 
-    def _described(self, known: Tokenized = NOT_TOKENIZED) -> Request:
+    def _described(self, tokenized: Tokenized = NOT_TOKENIZED) -> Request:
         """The request as policies see it, with the promises of its class."""
-        found = describe(
+        request = describe(
             self.fields,
             self.headers,
             self.id,
             self.arrived,
             self._shared.lengths,
-            known.tokens,
-            known.adapter,
+            tokenized.tokens,
+            tokenized.adapter,
         )
-        found = promised(found, self._shared.config, self.headers)
-        return found if self.generates else found._replace(max_tokens=1, tpot_slo_s=inf)
+        request = promised(request, self._shared.config, self.headers)
+        return request if self.generates else request._replace(max_tokens=1, tpot_slo_s=inf)

@@ -45,14 +45,16 @@ async def next_attempt(
         }
         able = (*engines.prefill, *engines.cpu_prefill)
         computing = able if engines.prefill else engines.decode
-        places = {one.name: one.store for one in computing if one.store}
+        places = {engine.name: engine.store for engine in computing if engine.store}
         view = LiveView(by_role, shared.pool.prefixes, now, places)
         margin = shared.margins.of(request.qos)
-        asked = _asked(request, engines.prefill, engines.decode, now - arrived, margin, begun)
+        promised = _with_time_left(
+            request, engines.prefill, engines.decode, now - arrived, margin, begun
+        )
         if (waited_s := ran_s() - begun_s) < shared.config.first_byte_timeout_s:
-            decision = shared.policy.decide(asked, view, now, shared.random)
+            decision = shared.policy.decide(promised, view, now, shared.random)
         else:
-            decision = shared.policy.decide_at_last(asked, view, now, shared.random, waited_s)
+            decision = shared.policy.decide_at_last(promised, view, now, shared.random, waited_s)
         if isinstance(decision, Reject):
             shared.metrics.rejected.labels(request.qos, decision.cause).inc()
             raise RejectedError(decision)
@@ -79,18 +81,18 @@ def _attempt(
         waited_s: since the request came.
         now: on the event loop's clock, in seconds.
     """
-    answering = next(one for one in engines.decode if one.name == decision.d)
+    answering = next(engine for engine in engines.decode if engine.name == decision.d)
     p = None if decision.p == decision.d else decision.p
-    others = [one for one in engines.prefill if one is not answering]
-    pool = next((one for one in view.pools() if one.name == decision.pull_from), None)
+    others = [engine for engine in engines.prefill if engine is not answering]
+    pool = next((pool for pool in view.pools() if pool.name == decision.pull_from), None)
     name = "" if pool is None else pool.name
     if p is None and (answering.computes_prompts or not others):
         return Attempt(answering, None, engines.cause or "policy", pool=name)
     # An engine that computes no prompts gets the least busy prefill engine.
     prefill = (
-        least(others, lambda one: one.open_requests, shared.random)
+        least(others, lambda engine: engine.open_requests, shared.random)
         if p is None
-        else next(one for one in (*engines.prefill, *engines.cpu_prefill) if one.name == p)
+        else next(engine for engine in (*engines.prefill, *engines.cpu_prefill) if engine.name == p)
     )
     _count(shared, request, prefill, now)
     (blocks,) = view.match(request.hashes, [prefill])
@@ -118,7 +120,7 @@ def _count(shared: Shared, request: Request, prefill: BackendEngine, now_s: floa
         shared.metrics.cpu_prefills.labels("late" if late else "background").inc()
 
 
-def _asked(
+def _with_time_left(
     request: Request,
     prefill: Sequence[BackendEngine],
     decode: Sequence[BackendEngine],

@@ -28,7 +28,7 @@ from scheduler_plugins.router.engines.failures import EngineFailedError, Refused
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import for_rank, rank_of_prefill
 from scheduler_plugins.router.handoff import engine_bodies
-from scheduler_plugins.router.handoff.prefill import HandoffFailedError, PrefillCopy, as_told
+from scheduler_plugins.router.handoff.prefill import HandoffFailedError, PrefillCopy, prefill_side
 from scheduler_plugins.router.handoff.prompt_ids import prompt_ids
 from scheduler_plugins.router.prompt.body import encode
 from scheduler_plugins.router.request.client_request import ParsedRequest
@@ -51,7 +51,7 @@ class Dispatch:
     def __init__(
         self,
         shared: Shared,
-        asked: ParsedRequest,
+        parsed: ParsedRequest,
         candidates: Candidates,
         responder: Responder,
         record: StreamRecord | TokenRecord | None,
@@ -66,7 +66,7 @@ class Dispatch:
         """
         self._shared = shared
         self._config = shared.config
-        self._asked = asked
+        self._parsed = parsed
         self._candidates = candidates
         self._responder = responder
         self._record = record
@@ -80,7 +80,7 @@ class Dispatch:
             EngineFailedError: the answering engine failed, or it waits for a prefill engine that failed.
             ClientGoneError: the client has left.
         """
-        request, circuit = self._asked.request, attempt.answering.circuit
+        request, circuit = self._parsed.request, attempt.answering.circuit
         circuit.sent()
         try:
             with attempt.answering.decoding(uuid.uuid4().hex, request.tokens, request.max_tokens):
@@ -93,22 +93,22 @@ class Dispatch:
     async def _by_one(self, attempt: Attempt) -> tuple[web.StreamResponse, str]:
         engine = attempt.answering
         call = self._call(
-            "decode", engine, self._asked.path, engine_bodies.alone(self._body(engine))
+            "decode", engine, self._parsed.path, engine_bodies.alone(self._body(engine))
         )
-        call = for_rank(call, engine, self._asked.request, self._shared.pool.prefixes)
+        call = for_rank(call, engine, self._parsed.request, self._shared.pool.prefixes)
         async with self._answer(engine, call, None) as answer:
             return await self._pass_on(answer, attempt)
 
     async def _by_pair(
         self, attempt: Attempt, prefill: BackendEngine
     ) -> tuple[web.StreamResponse, str]:
-        asked, pool = self._asked, self._shared.pool
-        rank = rank_of_prefill(prefill, asked.request, pool.prefixes, asked.headers)
+        parsed, pool = self._parsed, self._shared.pool
+        rank = rank_of_prefill(prefill, parsed.request, pool.prefixes, parsed.headers)
         try:
             plan = await self._handoff(attempt.answering, prefill, rank)
         except RefusedError as error:
             return await self._responder.refuse(error), "client_error"
-        call = self._call("decode", attempt.answering, asked.path, plan.decode)
+        call = self._call("decode", attempt.answering, parsed.path, plan.decode)
         copy = PrefillCopy(
             prefill,
             self._call("prefill", prefill, plan.path, plan.prefill),
@@ -116,15 +116,15 @@ class Dispatch:
             pool,
             self._shared.connections,
             self._shared.config,
-            asked.request.tokens,
+            parsed.request.tokens,
             attempt.fresh_tokens,
-            asked.request.hashes,
+            parsed.request.hashes,
             lambda: self._candidates.other_prefill(prefill),
         )
 
         def ended(failure: EngineFailedError | None) -> None:
             self._spans.end("prefill", "" if failure is None else failure.cause)
-            if failure is None and copy.answered and not asked.streams:
+            if failure is None and copy.answered and not parsed.streams:
                 # The client cannot tell when the first token of such an answer has come.
                 self._noticed.first_token(attempt.fresh_tokens)
 
@@ -144,18 +144,18 @@ class Dispatch:
         self, decode: BackendEngine, prefill: BackendEngine, rank: int | None
     ) -> engine_bodies.Handoff:
         """The requests to both engines. Raises RefusedError, EngineFailedError."""
-        asked, told = self._asked, as_told(prefill, rank)
-        if told.kind is (decode.kind or Kind.VLLM):
-            return engine_bodies.of_one_kind(self._body(decode, prefill), asked.path, told)
-        if asked.ids is None:
-            asked.ids = await prompt_ids(
+        parsed, side = self._parsed, prefill_side(prefill, rank)
+        if side.kind is (decode.kind or Kind.VLLM):
+            return engine_bodies.of_one_kind(self._body(decode, prefill), parsed.path, side)
+        if parsed.ids is None:
+            parsed.ids = await prompt_ids(
                 self._shared.connections,
                 decode,
-                asked.body_for(decode),
-                asked.headers,
+                parsed.body_for(decode),
+                parsed.headers,
                 self._config,
             )
-        return engine_bodies.of_two_kinds(self._body(decode), told, asked.ids)
+        return engine_bodies.of_two_kinds(self._body(decode), side, parsed.ids)
 
     def _note_prefill(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         """A prefill engine failed its copy of the request: the next attempt uses another one."""
@@ -165,12 +165,12 @@ class Dispatch:
         if failure.blames_request and not isinstance(failure, RefusedError):
             self._shared.pool.report_failure(engine, failure)
         self._shared.metrics.prefill_failures.labels(failure.cause).inc()
-        logger.warning("request %s: prefill on %s failed: %s", self._asked.id, engine.url, failure)
+        logger.warning("request %s: prefill on %s failed: %s", self._parsed.id, engine.url, failure)
 
     def _body(self, engine: BackendEngine, *besides: BackendEngine) -> dict[str, Any]:
         """The body for the answering engine. It also asks for the ids that a resumption needs. `besides`: engines
         that get the same body."""
-        body = self._asked.body_for(engine, *besides)
+        body = self._parsed.body_for(engine, *besides)
         if self._record is None or engine.kind is Kind.SGLANG:
             return body
         return {**body, **self._record.asks}
@@ -178,9 +178,9 @@ class Dispatch:
     def _call(
         self, part: str, engine: BackendEngine, path: str, content: dict[str, Any]
     ) -> EngineCall:
-        headers = CIMultiDict(self._spans.begin(part, engine.url, self._asked.headers))
+        headers = CIMultiDict(self._spans.begin(part, engine.url, self._parsed.headers))
         if key := class_key(self._config.router_key):
-            headers[CLASS_HEADER] = signed(self._asked.request.qos, self._asked.id, key)
+            headers[CLASS_HEADER] = signed(self._parsed.request.qos, self._parsed.id, key)
         return EngineCall("POST", path, headers, encode(content))
 
     @asynccontextmanager
@@ -189,7 +189,7 @@ class Dispatch:
     ) -> AsyncIterator[Exchange]:
         """The engine's answer, once its status is fit for the client."""
         config = self._config
-        streams = self._asked.streams
+        streams = self._parsed.streams
         first_byte_s = config.first_byte_timeout_s if streams else config.answer_timeout_s
         timeouts = ResponseTimeouts(first_byte_s, config.idle_timeout_s)
         if copy is not None:
@@ -218,18 +218,18 @@ class Dispatch:
     async def _pass_on(
         self, answer: Exchange, attempt: Attempt, copy: PrefillCopy | None = None
     ) -> tuple[web.StreamResponse, str]:
-        asked = self._asked
+        parsed = self._parsed
         if self._record is not None and not self._record.resumed:
             self._record.context_tokens = attempt.answering.context_tokens
 
         def served() -> None:
             self._spans.answered()
             attempt.answering.circuit.succeeded()
-            self._shared.pool.prefilled(attempt.answering, asked.request.hashes)
-            fresh = asked.request.tokens if attempt.prefill is None else attempt.fresh_tokens
+            self._shared.pool.prefilled(attempt.answering, parsed.request.hashes)
+            fresh = parsed.request.tokens if attempt.prefill is None else attempt.fresh_tokens
             self._noticed.first_token(fresh)
-            if asked.streams and attempt.expected_s is not None:
-                self._shared.came(asked.request, attempt.expected_s, asked.arrived)
+            if parsed.streams and attempt.expected_s is not None:
+                self._shared.came(parsed.request, attempt.expected_s, parsed.arrived)
 
         pace = Pace(attempt.answering, self._record, self._shared.pool.learnt)
         response, outcome = await self._responder.pass_on(

@@ -42,7 +42,7 @@ class Pace:
         self._events = self._first = self._last = 0
         self._first_s = self._last_s = 0.0
         self._batch = self._context = 0
-        self._watches = not engine.told_costs
+        self._watches = not engine.costs_reported
 
     def note(self, events: bytes) -> None:
         """These events came now."""
@@ -66,8 +66,8 @@ class Pace:
 
     def whole(self, answer: bytes) -> None:
         """The answer came at once."""
-        found = _USAGE.search(answer, max(0, answer.rfind(_USAGE_NAME)))
-        self._events = int(found[1]) if found else 0
+        match = _USAGE.search(answer, max(0, answer.rfind(_USAGE_NAME)))
+        self._events = int(match[1]) if match else 0
         self._record = None
 
     def give_up(self) -> None:

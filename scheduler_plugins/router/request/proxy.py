@@ -20,9 +20,8 @@ from scheduler_plugins.router.request.decision import next_attempt
 from scheduler_plugins.router.request.dispatch import Dispatch
 from scheduler_plugins.router.request.request_events import RequestEvents
 from scheduler_plugins.router.request.responder import Responder
-from scheduler_plugins.router.request.resumable import record_of
+from scheduler_plugins.router.request.resumable import cut_to_whole_characters, record_of
 from scheduler_plugins.router.request.shared import Shared
-from scheduler_plugins.router.request.tail import cut_to_whole_characters
 from scheduler_plugins.router.routing.attempt import (
     AllOverloadedError,
     Attempt,
@@ -43,35 +42,35 @@ class ClientRequest:
         shared: Shared,
         request: web.Request,
         headers: CIMultiDict[str],
-        parsed: dict[str, Any],
+        body: dict[str, Any],
     ) -> None:
         self._shared = shared
         arrived = asyncio.get_running_loop().time()
-        self._asked = asked = ParsedRequest(shared, request.path, headers, parsed, arrived)
-        self._record = record_of(asked)
+        self._parsed = parsed = ParsedRequest(shared, request.path, headers, body, arrived)
+        self._record = record_of(parsed)
         """The sent part of a stream that another engine can go on with."""
         self._client = Downstream(request, shared.config.idle_timeout_s)
         self._responder = Responder(
             self._client,
-            asked.id,
+            parsed.id,
             shared.metrics,
             arrived,
             lambda engine: is_wanted_abort(engine, shared, headers),
-            completes=not asked.one_engine,
-            streams=asked.streams,
+            completes=not parsed.one_engine,
+            streams=parsed.streams,
         )
         self._candidates = Candidates(
             shared.pool,
             shared.config.attempts,
-            asked.fields,
+            parsed.fields,
             request.path,
         )
-        self.trace = shared.tracing.request(headers, request.path, asked.id)
+        self.trace = shared.tracing.request(headers, request.path, parsed.id)
         """The spans of the request; its server finishes them."""
-        self._noticed = RequestEvents(shared.pool.history, asked)
+        self._noticed = RequestEvents(shared.pool.history, parsed)
         self._dispatch = Dispatch(
             shared,
-            asked,
+            parsed,
             self._candidates,
             self._responder,
             self._record,
@@ -99,23 +98,23 @@ class ClientRequest:
             ClientGoneError: the client has left.
         """
         self._shared.retries.request()
-        await self._asked.tokenize()
+        await self._parsed.tokenize()
         self._noticed.arrived()
         try:
             if self._shared.config.front_queue:
-                await _wait_for_turn(self._shared, self._asked.request)
+                await _wait_for_turn(self._shared, self._parsed.request)
             return await self._served()
         except (UnavailableError, AllOverloadedError) as error:
             if not self._client.begun:
                 if isinstance(error, AllOverloadedError):
                     self._noticed.refused()
                 raise
-            logger.warning("request %s: %s", self._asked.id, error)
+            logger.warning("request %s: %s", self._parsed.id, error)
             return await self.interrupt("no engine could go on"), "interrupted"
 
     async def interrupt(self, why: str) -> web.StreamResponse:
         """End a stream that has begun with an error event."""
-        message = f"the stream broke off: {why}; request {self._asked.id}"
+        message = f"the stream broke off: {why}; request {self._parsed.id}"
         return await self._client.interrupt(message)
 
     async def _served(self) -> tuple[web.StreamResponse, str]:
@@ -123,7 +122,7 @@ class ClientRequest:
             self._shared.metrics.flows.labels(attempt.flow, attempt.cause).inc()
             if attempt.pool:
                 self._shared.metrics.pool_requests.labels(attempt.pool).inc()
-            logger.debug("request %s: %s", self._asked.id, attempt)
+            logger.debug("request %s: %s", self._parsed.id, attempt)
             if attempt.prefill is None:
                 self._shared.metrics.handoffs.labels("alone", attempt.cause).inc()
             try:
@@ -133,7 +132,7 @@ class ClientRequest:
                     return await self._responder.end(b""), "ok"
                 logger.warning(
                     "request %s: %s (%s) failed: %s",
-                    self._asked.id,
+                    self._parsed.id,
                     attempt.answering.url,
                     attempt.answering.role,
                     failure,
@@ -154,7 +153,7 @@ class ClientRequest:
                 self._candidates.failed(attempt, failure)
                 if to_blame and failure.accepted and not self._shared.retries.allows(failure.cause):
                     logger.warning(
-                        "request %s: no retry, because the retry budget is used up", self._asked.id
+                        "request %s: no retry, because the retry budget is used up", self._parsed.id
                     )
                     break
         if (refusal := self._candidates.refusal) is not None and not self._client.begun:
@@ -170,30 +169,30 @@ class ClientRequest:
 
     async def _goes_on(self, attempt: Attempt, failure: EngineFailedError) -> bool:
         """Whether the stream can go on at another engine. If so, the next attempt asks for the rest."""
-        record, asked = self._record, self._asked
+        record, parsed = self._record, self._parsed
         if record is None or record.next_body() is None:
             return False
         self._candidates.failed(attempt, failure, progressed=record.advanced)
         able = self._candidates.able(begun=True)
         if able is None:
             return False
-        engine, model = able.decode[0], asked.body.get("model")
-        whole = await cut_to_whole_characters(record, engine, self._shared, asked.headers, model)
+        engine, model = able.decode[0], parsed.body.get("model")
+        whole = await cut_to_whole_characters(record, engine, self._shared, parsed.headers, model)
         rest = record.next_body()
         if not whole or rest is None:
             return False
         record.resume()
-        asked.ask_for_rest(rest)
+        parsed.ask_for_rest(rest)
         self._shared.metrics.resumed.inc()
-        logger.warning("request %s: its stream goes on at another engine", asked.id)
+        logger.warning("request %s: its stream goes on at another engine", parsed.id)
         return True
 
     async def _next_attempt(self) -> Attempt | None:
         """See `next_attempt`."""
-        asked = self._asked
-        self._candidates.knows(asked.prompt_tokens, asked.request.group)
+        parsed = self._parsed
+        self._candidates.knows(parsed.prompt_tokens, parsed.request.group)
         return await next_attempt(
-            self._shared, self._candidates, asked.request, asked.arrived, begun=self._client.begun
+            self._shared, self._candidates, parsed.request, parsed.arrived, begun=self._client.begun
         )
 
 

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's answer on its way to the client."""
+"""An engine's answer on its way to the client: whole, or as the events of a stream (`EngineStream`)."""
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from aiohttp import web
@@ -11,7 +15,9 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.client.answers import (
     ABORTED,
     EVENT_STREAM,
+    MOST_EVENT_BYTES,
     NOTHING,
+    EventCutter,
     before_abort,
     before_error,
     error_in,
@@ -34,7 +40,6 @@ from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.resume import StreamRecord
 from scheduler_plugins.router.request.resume_tokens import TokenRecord
-from scheduler_plugins.router.request.stream import EngineStream
 
 
 class Responder:
@@ -101,9 +106,9 @@ class Responder:
         kind, status = answer.headers.get("Content-Type", ""), answer.status
         streamed = kind.startswith(EVENT_STREAM)
         if status == 200 and self._completes and self._streams not in (None, streamed):
-            told = "a stream" if streamed else f"no stream ({kind}): {await excerpt(answer)}"
+            form = "a stream" if streamed else f"no stream ({kind}): {await excerpt(answer)}"
             raise EngineFailedError(
-                "malformed", f"it answered with {told}, which was not asked for"
+                "malformed", f"it answered with {form}, which was not asked for"
             )
         if status == 200 and streamed:
             stream = EngineStream(answer, copy, record, pace)
@@ -293,3 +298,63 @@ def _no_event(events: bytes) -> EngineFailedError:
     """The failure for a stream with something in it that is not an event of an answer."""
     said = " ".join(events[:EXCERPT_BYTES].decode("utf-8", "replace").split())
     return EngineFailedError("malformed", f"its stream has an event that is not one: {said}")
+
+
+ENDS_S = 1.0
+"""Longest wait for the end of a stream after its end mark."""
+
+
+@dataclass
+class EngineStream:
+    """One engine's stream on its way to the client.
+
+    Attributes:
+        answer, copy, record, pace: as in `Responder.pass_on`.
+        patch: corrects the first token; None before the first events, and where there is nothing to correct.
+        left: events that the client has yet to get.
+        failed: why the stream ends before the answer is complete.
+    """
+
+    answer: Exchange
+    copy: PrefillCopy | None
+    record: StreamRecord | TokenRecord | None
+    pace: Pace | None
+    cutter: EventCutter = field(default_factory=EventCutter)
+    patch: FirstTokenPatch | None = None
+    left: bytes = b""
+    failed: EngineFailedError | None = None
+
+    async def first_events(self) -> bytes:
+        """Read until an event is complete. Empty if the stream ends without one."""
+        while chunk := await self.answer.read():
+            if events := self.completed(chunk):
+                return events
+        return b""
+
+    def completed(self, chunk: bytes) -> bytes:
+        """The events that the chunk completes."""
+        events = self.cutter.feed(chunk)
+        if self.cutter.overlong:
+            raise EngineFailedError("malformed", f"an event of more than {MOST_EVENT_BYTES} bytes")
+        return events
+
+    async def with_first_logprobs(self, events: bytes) -> bytes:
+        """The first events, with the first token's log probabilities if this engine lacks them."""
+        if self.copy is None or not self.copy.lends:
+            return events
+        self.patch = FirstTokenPatch(await self.copy.first_logprobs())
+        return self.patch.events(events)
+
+    async def counted(self, events: bytes) -> bytes:
+        """The events, with the count of cached tokens corrected if they have one."""
+        if self.copy is None or DETAILS not in events:
+            return events
+        usage = await self.copy.usage_patch(self.answer.engine.kind)
+        return events if usage is None else usage.events(events)
+
+    async def read_to_its_end(self) -> None:
+        """Read and drop the bytes after the end mark, so the connection can be used again."""
+        with suppress(TimeoutError, EngineFailedError):
+            async with asyncio.timeout(ENDS_S):
+                while await self.answer.read():
+                    pass

@@ -65,7 +65,7 @@ class StreamRecord:
         self._garbled = False  # the text ends with the mark for half a character
         self._several = False  # the last piece of text came with several tokens
         self._finished = False
-        self._told_usage = False
+        self._usage_sent = False
         self._before = 0  # tokens that came before the current engine
         self.context_tokens = 0
         """Context length of the first engine (prompt and answer together); 0: not known."""
@@ -153,7 +153,7 @@ class StreamRecord:
             said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
             choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length"}
             events.append({**self._first, "choices": [choice]})
-        if (self._body.get("stream_options") or {}).get("include_usage") and not self._told_usage:
+        if (self._body.get("stream_options") or {}).get("include_usage") and not self._usage_sent:
             prompt = _ids(self._prompt) if self._prompt is not None else None
             if prompt is None or self._lost:
                 return None
@@ -161,7 +161,7 @@ class StreamRecord:
             usage["total_tokens"] = len(prompt) + self.tokens
             events.append({**self._first, "choices": [], "usage": usage})
         data = (json.dumps(event, separators=(",", ":")) for event in events)
-        return "".join(f"data: {one}\n\n" for one in (*data, "[DONE]")).encode()
+        return "".join(f"data: {item}\n\n" for item in (*data, "[DONE]")).encode()
 
     @property
     def _most(self) -> int | None:
@@ -218,14 +218,14 @@ class StreamRecord:
         return bare
 
     def _noted(self, event: bytes) -> bytes:
-        bare, found = event, dict[bytes, bytes]()
+        bare, ids = event, dict[bytes, bytes]()
         while match := _IDS.search(bare):
-            found.setdefault(match[1], match[2])
+            ids.setdefault(match[1], match[2])
             bare = bare[: match.start()] + bare[match.end() :]
-        if not self.resumed and found.get(b"prompt_token_ids", b"null") != b"null":
-            self._prompt = self._prompt or found[b"prompt_token_ids"]
+        if not self.resumed and ids.get(b"prompt_token_ids", b"null") != b"null":
+            self._prompt = self._prompt or ids[b"prompt_token_ids"]
         if b"choices" in bare and not bare.startswith(b"data: [DONE]"):
-            self._settle(bare, _ids(found.get(b"token_ids", b"null")))
+            self._settle(bare, _ids(ids.get(b"token_ids", b"null")))
         if self.resumed:
             return self._as_first(event)
         if not self._first and bare.startswith(b"data: {"):
@@ -244,7 +244,7 @@ class StreamRecord:
         text = _TEXT.search(event)
         said = text[1] if text else b""
         self._finished = self._finished or b'"finish_reason":"' in event
-        self._told_usage = self._told_usage or (b'"choices":[]' in event and b'"usage":{' in event)
+        self._usage_sent = self._usage_sent or (b'"choices":[]' in event and b'"usage":{' in event)
         if ids is None:
             self._lost = self._lost or bool(said)
             return
@@ -285,10 +285,10 @@ _IDS_DECODER = msgspec.json.Decoder(list[int] | None)
 
 def _ids(text: bytes) -> list[int] | None:
     try:
-        found: list[int] | None = _IDS_DECODER.decode(text)
+        ids: list[int] | None = _IDS_DECODER.decode(text)
     except msgspec.MsgspecError:
         return None
-    return found
+    return ids
 
 
 def _identity(event: bytes) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class TokenRecord:
         self._sent: list[int] = []
         self._first: dict[str, Any] = {}
         self._cut = False  # the client's part does not end where another engine can begin
-        self._finished = self._told_usage = False
+        self._finished = self._usage_sent = False
         self._before = 0  # tokens that came before the current engine
         self.context_tokens = 0
         self.resumed = 0
@@ -108,13 +108,13 @@ class TokenRecord:
             choice = {"index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": []}
             said = {"text": ""} if self._text else {}
             events.append({**self._first, "choices": [{**choice, **said, "logprobs": None}]})
-        if (self._body.get("stream_options") or {}).get("include_usage") and not self._told_usage:
+        if (self._body.get("stream_options") or {}).get("include_usage") and not self._usage_sent:
             prompt, answer = len(self._body["token_ids"]), len(self._sent)
             usage = {"prompt_tokens": prompt, "completion_tokens": answer}
             usage["total_tokens"] = prompt + answer
             events.append({**self._first, "choices": [], "usage": usage})
         data = (*map(msgspec.json.encode, events), b"[DONE]")
-        return b"".join(_DATA + one + _END for one in data)
+        return b"".join(_DATA + item + _END for item in data)
 
     def resume(self) -> None:
         """From now on, events come from another engine that was sent `next_body`."""
@@ -135,12 +135,14 @@ class TokenRecord:
         data = event[len(_DATA) :]
         if data.startswith(b'{"error"'):
             return event
-        told = _DECODER.decode(data)
+        decoded = _DECODER.decode(data)
         if not self._first:
-            self._first = {"request_id": told.request_id, "output_mode": told.output_mode}
-        for choice in told.choices:
+            self._first = {"request_id": decoded.request_id, "output_mode": decoded.output_mode}
+        for choice in decoded.choices:
             self._note(choice)
-        self._told_usage = self._told_usage or not (told.choices or bytes(told.usage) == b"null")
+        self._usage_sent = self._usage_sent or not (
+            decoded.choices or bytes(decoded.usage) == b"null"
+        )
         return self._as_first(data) if self.resumed else event
 
     def _note(self, choice: _Choice) -> None:

@@ -3,5 +3,5 @@
 
 The live router and the simulator run the same objects. `base` is the interface, `history` is what happened in the last
 minutes, `controller` holds the guards that apply to every policy, and `registry` names the policies. `group` is what
-the policies share. Every other module is one policy.
+the policies share. The other modules are policies.
 """

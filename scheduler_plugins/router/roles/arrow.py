@@ -29,7 +29,20 @@ class Arrow(GroupPolicy):
     route: ClassVar[str] = "arrow"
 
     def move(self, group: Group) -> Move | None:
-        return _move(group)
+        _, tpot_s = group.promises
+        p = group.prefill_pressure()
+        d = min((decode_part(member, tpot_s) for member in group.decode), default=0.0)
+        if d > MARGIN:
+            left = group.prefill_pressure(fewer=1)
+            if left > SPARE or (mover := group.mover(Role.PREFILL, Role.DECODE)) is None:
+                return None
+            cause = f"the best decode engine at {d:.2f} of its promise; prefill keeps {left:.2f} with one less"
+            return Move(mover.name, Role.DECODE, cause)
+        left = group.decode_pressure(fewer=1)
+        if p <= MARGIN or left > SPARE or (mover := group.mover(Role.DECODE, Role.PREFILL)) is None:
+            return None
+        cause = f"prefill at {p:.2f} of its promise; decode keeps {left:.2f} with one less"
+        return Move(mover.name, Role.PREFILL, cause)
 
 
 class ArrowPaper(GroupPolicy):
@@ -43,43 +56,26 @@ class ArrowPaper(GroupPolicy):
     route: ClassVar[str] = "arrow"
 
     def move(self, group: Group) -> Move | None:
-        return _paper(group)
-
-
-def _move(group: Group) -> Move | None:
-    _, tpot_s = group.promises
-    p = group.prefill_pressure()
-    d = min((decode_part(one, tpot_s) for one in group.decode), default=0.0)
-    if d > MARGIN:
-        left = group.prefill_pressure(fewer=1)
-        if left > SPARE or (mover := group.mover(Role.PREFILL, Role.DECODE)) is None:
-            return None
-        cause = f"the best decode engine at {d:.2f} of its promise; prefill keeps {left:.2f} with one less"
-        return Move(mover.name, Role.DECODE, cause)
-    left = group.decode_pressure(fewer=1)
-    if p <= MARGIN or left > SPARE or (mover := group.mover(Role.DECODE, Role.PREFILL)) is None:
+        ttft_s, tpot_s = group.promises
+        prefill, decode, now_s = group.prefill, group.decode, group.now_s
+        seen = group.seen(60.0)
+        prompt = round(seen.tokens / seen.arrivals) if seen.arrivals else 0
+        steps_s = [
+            member.view.costs.decode_step_s(member.view.batch + 1, member.view.context + prompt)
+            for member in decode
+        ]
+        if len(prefill) > 1 and steps_s and min(steps_s) > tpot_s:
+            wait_s = sum(member.view.queued_s(now_s) for member in prefill) / len(prefill)
+            kept = wait_s < ttft_s * (len(prefill) - 1) / len(prefill)
+            mover = group.mover(
+                Role.PREFILL, Role.DECODE, lambda member: member.view.queued_s(now_s)
+            )
+            if mover is not None and (kept or len(decode) < len(prefill)):
+                cause = f"the best decode engine has {min(steps_s):.3f} s a token"
+                return Move(mover.name, Role.DECODE, cause)
+        empty = [
+            member for member in decode if not member.view.batch and Role.PREFILL in member.may
+        ]
+        if len(decode) > 1 and empty and empty[0].role is Role.DECODE:
+            return Move(empty[0].name, Role.PREFILL, "it has no sequence to decode")
         return None
-    cause = f"prefill at {p:.2f} of its promise; decode keeps {left:.2f} with one less"
-    return Move(mover.name, Role.PREFILL, cause)
-
-
-def _paper(group: Group) -> Move | None:
-    ttft_s, tpot_s = group.promises
-    prefill, decode, now_s = group.prefill, group.decode, group.now_s
-    seen = group.seen(60.0)
-    prompt = round(seen.tokens / seen.arrivals) if seen.arrivals else 0
-    steps_s = [
-        one.view.costs.decode_step_s(one.view.batch + 1, one.view.context + prompt)
-        for one in decode
-    ]
-    if len(prefill) > 1 and steps_s and min(steps_s) > tpot_s:
-        wait_s = sum(one.view.queued_s(now_s) for one in prefill) / len(prefill)
-        kept = wait_s < ttft_s * (len(prefill) - 1) / len(prefill)
-        mover = group.mover(Role.PREFILL, Role.DECODE, lambda one: one.view.queued_s(now_s))
-        if mover is not None and (kept or len(decode) < len(prefill)):
-            cause = f"the best decode engine has {min(steps_s):.3f} s a token"
-            return Move(mover.name, Role.DECODE, cause)
-    empty = [one for one in decode if not one.view.batch and Role.PREFILL in one.may]
-    if len(decode) > 1 and empty and empty[0].role is Role.DECODE:
-        return Move(empty[0].name, Role.PREFILL, "it has no sequence to decode")
-    return None

@@ -114,47 +114,47 @@ class RoleController:
         """Moves to carry out now: at most one for each group. Call it about once a second."""
         self._forget(fleet.members, now_s)
         groups = dict[str, list[Member]]()
-        for one in fleet.members:
-            groups.setdefault(one.group, []).append(one)
-        found = dict[str, Move]()
+        for each in fleet.members:
+            groups.setdefault(each.group, []).append(each)
+        moves = dict[str, Move]()
         for name, members in groups.items():
             if (repair := self._repair(members)) is not None:
-                found[name] = repair
+                moves[name] = repair
                 self._repaired.add(repair.engine)
         spare = {name: self._spare(members) for name, members in groups.items()}
-        seen = [self._guarded(one, spare[one.group], now_s) for one in fleet.members]
-        members_by_name = {one.name: one for one in seen}
+        seen = [self._guarded(each, spare[each.group], now_s) for each in fleet.members]
+        members_by_name = {each.name: each for each in seen}
         homes = [
-            Move(one.name, one.home, f"other {one.role} engines are alive again")
-            for one in seen
-            if one.name in self._repaired and one.home in one.may
+            Move(each.name, each.home, f"other {each.role} engines are alive again")
+            for each in seen
+            if each.name in self._repaired and each.home in each.may
         ]
         for move in [*homes, *self._proposed(fleet._replace(members=seen), now_s)]:
             member = members_by_name[move.engine]
-            if member.group in found or move.role is member.role:
+            if member.group in moves or move.role is member.role:
                 continue
             if move.role in member.may:
-                found[member.group] = move
+                moves[member.group] = move
                 self._repaired.discard(move.engine)
-        for name, move in found.items():
+        for name, move in moves.items():
             self._begin(name, members_by_name[move.engine].role, move, now_s)
-        return list(found.values())
+        return list(moves.values())
 
     def _proposed(self, fleet: Fleet, now_s: float) -> list[Move]:
         """The moves that the policy proposes and that have a meaning."""
-        self.fault, found = None, list[Move]()
-        names = [one.name for one in fleet.members]
+        self.fault, moves = None, list[Move]()
+        names = [member.name for member in fleet.members]
         try:
             for move in self.policy.decide(fleet, now_s):
                 if problem := _problem(move, names):
                     self.fault = PolicyError(f"it proposed {move!r}: {problem}")
                 else:
-                    found.append(move._replace(role=Role(move.role)))
+                    moves.append(move._replace(role=Role(move.role)))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # another package's code can raise SystemExit, too
             self.fault = error
-        return found
+        return moves
 
     def _begin(self, group: str, role: Role, move: Move, now_s: float) -> None:
         self._moving[move.engine] = move.role
@@ -198,7 +198,7 @@ class RoleController:
     def _spare(self, group: Sequence[Member]) -> dict[Role, bool]:
         """For each side, whether it has more engines than its minimum."""
         return {
-            side: sum(self._counts(one, side) for one in group) > self._minima[side]
+            side: sum(self._counts(member, side) for member in group) > self._minima[side]
             for side in _SIDES
         }
 
@@ -213,31 +213,35 @@ class RoleController:
 
     def _repair(self, members: Iterable[Member]) -> Move | None:
         """A move to a side whose engines are all dead, or that has none."""
-        alive = [one for one in members if one.alive]
+        alive = [member for member in members if member.alive]
         for side, other in (_SIDES, _SIDES[::-1]):
-            there = (one.on(side) or self._moving.get(one.name) is side for one in alive)
+            there = (member.on(side) or self._moving.get(member.name) is side for member in alive)
             if any(there) or not self._minima[side]:
                 continue
             able = [
-                one
-                for one in alive
-                if side in one.may and one.role is other and one.name not in self._pinned
+                member
+                for member in alive
+                if side in member.may and member.role is other and member.name not in self._pinned
             ]
-            able = [one for one in able if not one.moving and one.name not in self._moving]
+            able = [
+                member for member in able if not member.moving and member.name not in self._moving
+            ]
             if len(alive) > 1 and able:
-                emptiest = min(able, key=lambda one: (one.view.open_requests, one.view.context))
+                emptiest = min(
+                    able, key=lambda member: (member.view.open_requests, member.view.context)
+                )
                 return Move(emptiest.name, side, f"no {side} engine is alive")
         return None
 
     def _forget(self, members: Sequence[Member], now_s: float) -> None:
         """Drop what is known of engines that left, and times that lie ahead because the clock jumped back."""
-        known = {one.name for one in members}
+        present = {member.name for member in members}
         for of_engines in (self._since_s, self._failures):
-            for gone in of_engines.keys() - known:
+            for gone in of_engines.keys() - present:
                 del of_engines[gone]
-        for gone in self._moving.keys() - known:
+        for gone in self._moving.keys() - present:
             del self._moving[gone]
-        self._repaired &= known
+        self._repaired &= present
         for name, since_s in self._since_s.items():
             self._since_s[name] = min(since_s, now_s)
         for name, (failed_s, count) in self._failures.items():

@@ -52,26 +52,26 @@ class Group:
     @cached_property
     def prefill(self) -> list[Member]:
         """Engines that serve prefill."""
-        return [one for one in self.members if one.on(Role.PREFILL)]
+        return [member for member in self.members if member.on(Role.PREFILL)]
 
     @cached_property
     def decode(self) -> list[Member]:
         """Engines that serve decode."""
-        return [one for one in self.members if one.on(Role.DECODE)]
+        return [member for member in self.members if member.on(Role.DECODE)]
 
     def mover(
         self, source: Role, target: Role, rank: Callable[[Member], object] | None = None
     ) -> Member | None:
         """The emptiest engine of role `source` that can get role `target` now; None if there is none."""
-        able = [one for one in self.members if one.role is source and target in one.may]
+        able = [member for member in self.members if member.role is source and target in member.may]
         return min(able, key=rank or _emptiness, default=None)  # type: ignore[arg-type]
 
     def seen(self, seconds: float) -> Seen:
         """What happened in the last seconds."""
-        found = self._seen.get(seconds)
-        if found is None:
-            found = self._seen[seconds] = self.history.over(self.now_s, seconds, self.name)
-        return found
+        sums = self._seen.get(seconds)
+        if sums is None:
+            sums = self._seen[seconds] = self.history.over(self.now_s, seconds, self.name)
+        return sums
 
     @cached_property
     def promises(self) -> tuple[float, float]:
@@ -86,8 +86,8 @@ class Group:
     @cached_property
     def costs(self) -> CostModel:
         """Mean costs of the engines whose decode costs are known; of all engines if none are."""
-        every = [one.view.costs for one in self.members]
-        return CostModel.mean([one for one in every if one.knows_decode] or every)
+        every = [member.view.costs for member in self.members]
+        return CostModel.mean([costs for costs in every if costs.knows_decode] or every)
 
     def prefill_pressure(self, fewer: int = 0) -> float:
         """Seconds of queued prompts for each prefill engine, front included, as a part of the promised TTFT.
@@ -97,7 +97,7 @@ class Group:
         side = self.prefill
         if len(side) <= fewer:
             return inf
-        queued_s = sum(one.view.queued_s(self.now_s) for one in side)
+        queued_s = sum(member.view.queued_s(self.now_s) for member in side)
         queued_s += self.front.tokens * self.costs.a
         return queued_s / (len(side) - fewer) / self.promises[0]
 
@@ -110,9 +110,9 @@ class Group:
         if len(side) <= fewer:
             return inf
         spread = len(side) / (len(side) - fewer)
-        parts = [decode_part(one, self.promises[1], spread) for one in side]
-        told = self.seen(TOLD_S).tpot_ratio if not self.costs.knows_decode else 0.0
-        return max(sum(parts) / len(parts), told)
+        parts = [decode_part(member, self.promises[1], spread) for member in side]
+        measured = self.seen(TOLD_S).tpot_ratio if not self.costs.knows_decode else 0.0
+        return max(sum(parts) / len(parts), measured)
 
     def work(self, seconds: float) -> Work | None:
         """The load of the last seconds, and at least the sequences that decode now; None as in `mean_work`."""
@@ -148,12 +148,12 @@ class Group:
 
     def decoding(self) -> float:
         """Decode engines that the sequences of now keep busy, those included that wait for room."""
-        found = 0.0
-        for one in self.decode:
-            batch = one.view.batch
+        busy = 0.0
+        for member in self.decode:
+            batch = member.view.batch
             if batch:
-                found += batch / self.largest_batch(one.view.context / batch)
-        return found
+                busy += batch / self.largest_batch(member.view.context / batch)
+        return busy
 
     def token_s(self, context: float) -> float:
         """Seconds of one engine for one token, at the largest batch. `context`: mean tokens of a sequence."""
@@ -171,7 +171,7 @@ class Group:
     @cached_property
     def _room(self) -> float:
         """Mean room of a decode engine, as far as sequences fill it; infinite if unknown."""
-        room = [known for one in self.decode if (known := _room(one)) < inf]
+        room = [tokens for member in self.decode if (tokens := _room(member)) < inf]
         return FILL * sum(room) / len(room) if room else inf
 
 
@@ -189,12 +189,12 @@ class GroupPolicy(RolePolicy):
 def groups(fleet: Fleet, now_s: float) -> list[Group]:
     """The groups of a fleet that have engines alive."""
     members = dict[str, list[Member]]()
-    for one in fleet.members:
-        if one.alive:
-            members.setdefault(one.group, []).append(one)
+    for member in fleet.members:
+        if member.alive:
+            members.setdefault(member.group, []).append(member)
     return [
-        Group(name, found, fleet.history, fleet.front.get(name, Front()), now_s)
-        for name, found in members.items()
+        Group(name, alive, fleet.history, fleet.front.get(name, Front()), now_s)
+        for name, alive in members.items()
     ]
 
 

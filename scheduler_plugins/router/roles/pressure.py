@@ -43,44 +43,44 @@ class Pressure(GroupPolicy):
     """
 
     def move(self, group: Group) -> Move | None:
-        return _move(group)
-
-
-def _move(group: Group) -> Move | None:
-    p, d = group.prefill_pressure(), group.decode_pressure()
-    works = [group.work(seconds) for seconds in LOADS_S]
-    sides = len(group.prefill), len(group.decode)
-    missed, mean = _missed(group), group.mean_work(LOADS_S[-1])
-    told = ""
-    if max(p, d) <= HIGH and mean is not None and missed / MISSED > HIGH:
-        told = f"{missed:.0%} of the last minute's requests were late or refused; "
-        # Both are means. The sequences of a moment would make decode answer for a minute of late prompts.
-        if mean.prefill / max(1, sides[0]) >= mean.decode / max(1, sides[1]):
-            p = max(p, missed / MISSED)
+        p, d = group.prefill_pressure(), group.decode_pressure()
+        works = [group.work(seconds) for seconds in LOADS_S]
+        sides = len(group.prefill), len(group.decode)
+        missed, mean = _missed(group), group.mean_work(LOADS_S[-1])
+        reason = ""
+        if max(p, d) <= HIGH and mean is not None and missed / MISSED > HIGH:
+            reason = f"{missed:.0%} of the last minute's requests were late or refused; "
+            # Both are means. The sequences of a moment would make decode answer for a minute of late prompts.
+            if mean.prefill / max(1, sides[0]) >= mean.decode / max(1, sides[1]):
+                p = max(p, missed / MISSED)
+            else:
+                d = max(d, missed / MISSED)
+        if max(p, d) <= HIGH:
+            return None
+        if p >= d:
+            source, target, left = Role.DECODE, Role.PREFILL, group.decode_pressure(fewer=1)
         else:
-            d = max(d, missed / MISSED)
-    if max(p, d) <= HIGH:
-        return None
-    if p >= d:
-        source, target, left = Role.DECODE, Role.PREFILL, group.decode_pressure(fewer=1)
-    else:
-        source, target, left = Role.PREFILL, Role.DECODE, group.prefill_pressure(fewer=1)
-    mover = group.mover(source, target)
-    if max(p, d) <= TURN and _got_last(group, source):
-        return None
-    if mover is None or left > HIGH or not all(_evens_out(one, sides, source) for one in works):
-        return None
-    pressures = f"{told}prefill {p:.2f}, decode {d:.2f} of the promise (limit {HIGH})"
-    load = _load(works, sides)
-    return Move(
-        mover.name, target, f"{pressures}; {source} has {left:.2f} with one engine less; {load}"
-    )
+            source, target, left = Role.PREFILL, Role.DECODE, group.prefill_pressure(fewer=1)
+        mover = group.mover(source, target)
+        if max(p, d) <= TURN and _got_last(group, source):
+            return None
+        if (
+            mover is None
+            or left > HIGH
+            or not all(_evens_out(work, sides, source) for work in works)
+        ):
+            return None
+        pressures = f"{reason}prefill {p:.2f}, decode {d:.2f} of the promise (limit {HIGH})"
+        load = _load(works, sides)
+        return Move(
+            mover.name, target, f"{pressures}; {source} has {left:.2f} with one engine less; {load}"
+        )
 
 
 def _got_last(group: Group, side: Role) -> bool:
     """Whether the last engine of the group that changed its role came to this side."""
-    last = max(group.members, key=lambda one: one.since_s)
-    first_s = min(one.since_s for one in group.members)
+    last = max(group.members, key=lambda member: member.since_s)
+    first_s = min(member.since_s for member in group.members)
     return last.since_s - first_s > TOGETHER_S and last.on(side)
 
 
@@ -102,11 +102,11 @@ def _evens_out(work: Work | None, sides: tuple[int, int], source: Role) -> bool:
 
 def _load(works: Sequence[Work | None], sides: tuple[int, int]) -> str:
     """The load of each of `LOADS_S`, in words."""
-    told = [
-        f"{one.prefill:.1f} and {one.decode:.1f} ({seconds:.0f} s)"
-        for one, seconds in zip(works, LOADS_S, strict=True)
-        if one is not None
+    parts = [
+        f"{work.prefill:.1f} and {work.decode:.1f} ({seconds:.0f} s)"
+        for work, seconds in zip(works, LOADS_S, strict=True)
+        if work is not None
     ]
-    if not told:
+    if not parts:
         return "the load is not known"
-    return f"{sides[0]} prefill and {sides[1]} decode engines have work for {', '.join(told)}"
+    return f"{sides[0]} prefill and {sides[1]} decode engines have work for {', '.join(parts)}"

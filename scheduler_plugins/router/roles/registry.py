@@ -13,11 +13,8 @@ from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
 from scheduler_plugins.router.roles.arrow import Arrow, ArrowPaper
 from scheduler_plugins.router.roles.base import RolePolicy
-from scheduler_plugins.router.roles.fixed import Fixed
-from scheduler_plugins.router.roles.mixed import Mixed
 from scheduler_plugins.router.roles.pressure import Pressure
-from scheduler_plugins.router.roles.ratio import Ratio
-from scheduler_plugins.router.roles.tetri import Tetri
+from scheduler_plugins.router.roles.published import Fixed, Mixed, Ratio, Tetri
 
 GROUP = "scheduler_plugins.roles"
 """Entry points of other packages' role policies."""
@@ -46,10 +43,10 @@ def create(name: str) -> RolePolicy:
     extension = load_entry_points(GROUP).get(name)
     if extension is None:
         raise unknown_name("role policy", name, [*ROLES], GROUP, "roles")
-    found = extension.load()
-    if not (isinstance(found, type) and issubclass(found, RolePolicy)):
+    loaded = extension.load()
+    if not (isinstance(loaded, type) and issubclass(loaded, RolePolicy)):
         raise ConfigError(
-            f"role policy {name!r}, which {extension.source} adds, is {found!r}: must be a subclass of "
+            f"role policy {name!r}, which {extension.source} adds, is {loaded!r}: must be a subclass of "
             "scheduler_plugins.router.roles.base.RolePolicy"
         )
     policy: RolePolicy = extension.make()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that one request may still be sent to, after earlier attempts failed."""
+"""The engines that one request can still be sent to after earlier attempts failed, alone or as a pair (`Pairing`)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scheduler_plugins.router.engines.circuit import DEATHS
@@ -17,8 +18,9 @@ from scheduler_plugins.router.engines.failures import (
     StoppedError,
 )
 from scheduler_plugins.router.engines.kinds import Kind
-from scheduler_plugins.router.handoff.engine_bodies import sglangs_own, vllms_own
+from scheduler_plugins.router.handoff.engine_bodies import sglangs_own, vllms_own, why_one_kind
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
+from scheduler_plugins.router.prompt import body, transfer
 from scheduler_plugins.router.prompt.body import (
     COMPLETIONS,
     GENERATE,
@@ -33,7 +35,6 @@ from scheduler_plugins.router.routing.attempt import (
     Attempt,
     UnavailableError,
 )
-from scheduler_plugins.router.routing.pairing import MOST_FAILURES, Pairing
 
 
 class Candidates:
@@ -83,7 +84,7 @@ class Candidates:
         if self._accepted >= self._attempts:
             return None
         besides = self._others()
-        besides |= {one for one in self._failed if one.starts == self._starts[one]}
+        besides |= {engine for engine in self._failed if engine.starts == self._starts[engine]}
         decode = self._pool.up(Role.DECODE, besides)
         prefill = self._pool.up(Role.PREFILL, besides)
         slow = self._pool.up(Role.CPU_PREFILL, besides)
@@ -92,14 +93,20 @@ class Candidates:
             return able
         if able.decode[0].role is Role.PREFILL:
             return None if self._overloaded(Role.DECODE) else able
-        wanted = not able.prefill and able.cause != self._pairing.whole
-        return None if wanted and self._overloaded(Role.PREFILL) else able
+        lacks_prefill = not able.prefill and able.cause != self._pairing.whole
+        return None if lacks_prefill and self._overloaded(Role.PREFILL) else able
 
     def _of_other_models(self) -> set[BackendEngine]:
         """Engines that do not serve the request's model. Empty if no engine serves it: then any engine can refuse
         it."""
-        others = {one for one in self._pool.engines if one.models and self._model not in one.models}
-        serves = any(self._model in one.models for one in self._pool.engines) if others else False
+        others = {
+            engine
+            for engine in self._pool.engines
+            if engine.models and self._model not in engine.models
+        }
+        serves = (
+            any(self._model in engine.models for engine in self._pool.engines) if others else False
+        )
         return others if serves else set()
 
     def _others(self) -> set[BackendEngine]:
@@ -112,16 +119,16 @@ class Candidates:
         engines, group = self._pool.engines, self._group
         if not group:
             return set()
-        return {one for one in engines if one.role_state.place.group != group}
+        return {engine for engine in engines if engine.role_state.place.group != group}
 
     def _of_sglang(self) -> set[BackendEngine]:
         """SGLang engines that would answer a request with a field that only vLLM knows, if the router has vLLM
         engines; and one to an endpoint that only vLLM has."""
-        prefers = self._vllms and any(one.was_vllm for one in self._pool.engines)
+        prefers = self._vllms and any(engine.was_vllm for engine in self._pool.engines)
         if not (self._only_vllm or prefers):
             return set()
-        sglangs = [one for one in self._pool.engines if one.kind is Kind.SGLANG]
-        return {one for one in sglangs if one.serves(Role.DECODE) or one.whole}
+        sglangs = [engine for engine in self._pool.engines if engine.kind is Kind.SGLANG]
+        return {engine for engine in sglangs if engine.serves(Role.DECODE) or engine.whole}
 
     def _of_vllm(self) -> set[BackendEngine]:
         """vLLM engines, if SGLang decodes and the request has a field that only SGLang knows."""
@@ -129,13 +136,13 @@ class Candidates:
             return set()
         engines = self._pool.engines
         # For an engine that is down, `whole` is its last known value.
-        sided = [one for one in engines if one.serves(Role.DECODE)]
-        decode = {Kind.SGLANG if one.whole else one.kind for one in sided}
+        sided = [engine for engine in engines if engine.serves(Role.DECODE)]
+        decode = {Kind.SGLANG if engine.whole else engine.kind for engine in sided}
         # The kind of an engine that is down is unknown. It may be the SGLang engine that decodes.
-        down = None in decode and any(one.kind is Kind.SGLANG for one in engines)
+        down = None in decode and any(engine.kind is Kind.SGLANG for engine in engines)
         if Kind.SGLANG not in decode and not down:
             return set()
-        return {one for one in engines if one.kind is not Kind.SGLANG and not one.whole}
+        return {engine for engine in engines if engine.kind is not Kind.SGLANG and not engine.whole}
 
     def other_prefill(self, besides: BackendEngine) -> bool:
         """Whether another prefill engine can be asked."""
@@ -150,7 +157,7 @@ class Candidates:
         """Whether an engine with a longer context than this one can answer."""
         able = self.able(begun=True) if engine.context_tokens else None
         answering = able.decode if able is not None else []
-        return any(one.context_tokens > engine.context_tokens for one in answering)
+        return any(other.context_tokens > engine.context_tokens for other in answering)
 
     @property
     def refusal(self) -> RefusedError | None:
@@ -160,9 +167,9 @@ class Candidates:
             return None
         prefill, refusal = self._refusal
         others = self._others()
-        left = [one for one in self._pool.engines if one not in others]
+        left = [engine for engine in self._pool.engines if engine not in others]
         longer = any(o.hands_over and o.context_tokens > prefill.context_tokens for o in left)
-        return None if longer or any(one.computes_prompts for one in left) else refusal
+        return None if longer or any(engine.computes_prompts for engine in left) else refusal
 
     def failed(
         self, attempt: Attempt, failure: EngineFailedError, *, progressed: bool = False
@@ -211,8 +218,8 @@ class Candidates:
 
     def _not_longer(self, engine: BackendEngine) -> list[BackendEngine]:
         """Engines of the same side whose context is not longer: they would refuse as well."""
-        same = [one for one in self._pool.engines if one.hands_over is engine.hands_over]
-        return [one for one in same if one.context_tokens <= engine.context_tokens]
+        same = [other for other in self._pool.engines if other.hands_over is engine.hands_over]
+        return [other for other in same if other.context_tokens <= engine.context_tokens]
 
     def lost_prefill(self, attempt: Attempt) -> bool:
         """Whether the attempt's prefill engine is gone, possibly with the KV."""
@@ -230,21 +237,21 @@ class Candidates:
     def _never(self) -> BadRequestError | None:
         """The error for a request that these engines can never answer, even if all are up; None: they can."""
         vllm, needs_one = self._of_vllm(), self._pairing.needs_one
-        left = [one for one in self._pool.engines if one not in vllm]
-        if needs_one and left and not any(one.computes_prompts for one in left):
+        left = [engine for engine in self._pool.engines if engine not in vllm]
+        if needs_one and left and not any(engine.computes_prompts for engine in left):
             return BadRequestError(needs_one)
-        kinds = {one.kind for one in self._pool.engines if one.serves(Role.PREFILL)}
-        if self._only_vllm and left and all(one.kind is Kind.SGLANG for one in left):
+        kinds = {engine.kind for engine in self._pool.engines if engine.serves(Role.PREFILL)}
+        if self._only_vllm and left and all(engine.kind is Kind.SGLANG for engine in left):
             instead = f"{COMPLETIONS}, whose prompt takes token ids"
             return BadRequestError(
                 f"{self._only_vllm}: only vLLM's engines have this endpoint, and the router has none; use "
                 f"{instead if self._only_vllm == GENERATE else TOKENIZERS[1]}"
             )
-        alone = any(one.whole for one in left)
+        alone = any(engine.whole for engine in left)
         if vllm and not alone and not kinds & {Kind.SGLANG, None}:
-            told = f"{self._sglangs}: only SGLang's engines know it, and none of them computes prompts here"
+            problem = f"{self._sglangs}: only SGLang's engines know it, and none of them computes prompts here"
             return BadRequestError(
-                f"{told}; leave it out, or add one with --prefill", self._sglangs
+                f"{problem}; leave it out, or add one with --prefill", self._sglangs
             )
         return None
 
@@ -258,20 +265,20 @@ class Candidates:
 
     def _reasons(self) -> list[tuple[BackendEngine, str, str]]:
         """Every engine, with the reason why it did not serve this request."""
-        found = list[tuple[BackendEngine, str, str]]()
+        reasons = list[tuple[BackendEngine, str, str]]()
         others = self._others()
         for engine in self._pool.engines:
             if failure := self._failed.get(engine) or self._without_kv.get(engine):
-                found.append((engine, failure.cause, str(failure)))
+                reasons.append((engine, failure.cause, str(failure)))
             elif engine in others:
                 continue
             elif engine.up and engine.draining:
-                found.append((engine, "draining", "it drains or leaves"))
+                reasons.append((engine, "draining", "it drains or leaves"))
             elif engine.up:
-                found.append((engine, "not_tried", f"not tried: {self._untried()}"))
+                reasons.append((engine, "not_tried", f"not tried: {self._untried()}"))
             else:
-                found.append((engine, "down", engine.reason))
-        return found
+                reasons.append((engine, "down", engine.reason))
+        return reasons
 
     def _untried(self) -> str:
         """Why an engine that is up was not asked."""
@@ -287,3 +294,120 @@ def _weight(failure: EngineFailedError) -> int:
     engine that is gone, refuses the request or lacks room is not asked again."""
     repeatable = failure.answered and not isinstance(failure, OverloadedError)
     return 1 if repeatable else MOST_FAILURES
+
+
+MOST_FAILURES = 2
+"""A prefill engine or a pair does not get a request again after this many failures of it."""
+
+
+class Pairing:
+    """What one request allows, and its failures so far.
+
+    Attributes:
+        whole: why one engine should answer the request alone, as a metric label; None if a pair can.
+        needs_one: the part of the request that only an engine which computes its prompt can answer, as a text for the
+            client; empty: there is none.
+        tokens: length of the prompt; 0: not counted.
+        failures: how often each prefill engine has failed its copy of the request, and each pair (prefill, decode)
+            its handoff. What has failed is asked again if nothing else is left, up to `MOST_FAILURES` in all.
+    """
+
+    def __init__(self, request: Mapping[str, Any], *, endpoint: str) -> None:
+        """`endpoint`: path of an endpoint without transfers, which one engine answers; empty for all others."""
+        self._endpoint = endpoint
+        self.whole = "endpoint" if endpoint else transfer.why_not_disaggregated(request)
+        self.needs_one = transfer.needs_one_engine(request, endpoint)
+        self.tokens = 0
+        self.failures = Counter[BackendEngine | tuple[BackendEngine, BackendEngine]]()
+        self._one_kind = {kind: why_one_kind(request, kind) for kind in Kind}
+
+    def able_engines(
+        self,
+        decode: Sequence[BackendEngine],
+        prefill: Sequence[BackendEngine],
+        cpu_prefill: Sequence[BackendEngine],
+    ) -> AbleEngines | None:
+        """Engines for the next attempt; each decode engine can work with each prefill engine. None if no engine can
+        answer.
+
+        Args:
+            decode, prefill, cpu_prefill: engines that are up and have not failed the request.
+        """
+        once = self._able_engines(decode, prefill, cpu_prefill, 1)
+        return once or self._able_engines(decode, prefill, cpu_prefill, MOST_FAILURES)
+
+    def _able_engines(
+        self,
+        decode: Sequence[BackendEngine],
+        prefill: Sequence[BackendEngine],
+        cpu_prefill: Sequence[BackendEngine],
+        failures: int,
+    ) -> AbleEngines | None:
+        """As `able_engines`, with prefill engines and pairs that have failed less than `failures` times."""
+        if self._endpoint:
+            decode = [engine for engine in decode if self._answers_alone(engine)]
+        # If no context is long enough, any engine can tell the client.
+        decode = [engine for engine in decode if self._fits(engine)] or decode
+        groups: dict[tuple[BackendEngine, ...], AbleEngines] = {}
+        for engine in decode:
+            able, cause = self._prefills_for(engine, prefill, failures)
+            if able or self._answers_alone(engine):
+                groups.setdefault(tuple(able), AbleEngines([], able, cause)).decode.append(engine)
+        if groups:
+            chosen = max(groups.values(), key=self._rank)
+            if not (chosen.prefill and cpu_prefill):
+                return chosen
+            able_prefills = [
+                self._prefills_for(engine, cpu_prefill, failures)[0] for engine in chosen.decode
+            ]
+            slow = [
+                candidate
+                for candidate in cpu_prefill
+                if all(candidate in able for able in able_prefills)
+            ]
+            return chosen._replace(cpu_prefill=slow)
+        alone = [engine for engine in prefill if self._answers_alone(engine)]
+        cause = self._prefills_for(decode[0], prefill, failures)[1] if decode else "no_decode"
+        return AbleEngines(alone, [], cause) if alone else None
+
+    def _fits(self, engine: BackendEngine) -> bool:
+        """Whether the prompt and one more token fit into its context. An unknown context counts as fitting."""
+        return not engine.context_tokens or self.tokens < engine.context_tokens
+
+    def _answers_alone(self, engine: BackendEngine) -> bool:
+        return engine.computes_prompts or self._endpoint in body.TOKENIZERS
+
+    def _rank(self, group: AbleEngines) -> tuple[bool, int]:
+        """Sort key of a group. First, a request that should not be split prefers a single engine, and any other a
+        pair. Then the group with more decode engines wins."""
+        as_wanted = bool(group.prefill) is (self.whole is None)
+        return as_wanted, len(group.decode)
+
+    def _prefills_for(
+        self, decode: BackendEngine, prefill: Sequence[BackendEngine], failures: int
+    ) -> tuple[list[BackendEngine], str]:
+        """The prefill engines that can work with a decode engine, and the reason if there are none (else empty)."""
+        if self.whole is not None and (self._answers_alone(decode) or self.needs_one):
+            return [], self.whole
+        if decode.whole:
+            return [], "whole"
+        addressable = [engine for engine in prefill if engine.address is not None]
+        left = [
+            engine
+            for engine in addressable
+            if max(self.failures[engine], self.failures[engine, decode]) < failures
+        ]
+        long = [engine for engine in left if self._fits(engine)]
+        if left and not long and decode.computes_prompts:
+            return [], "too_long"
+        left = long or left
+        kind = decode.kind or Kind.VLLM
+        one_kind = self.whole or self._one_kind[kind]
+        fitting = [e for e in left if (e.kind or Kind.VLLM) is kind or one_kind is None]
+        if fitting:
+            return fitting, ""
+        if left:
+            return [], str(one_kind)
+        if addressable:
+            return [], "prefill_refused"
+        return [], "no_address" if prefill else "no_prefill"

@@ -35,7 +35,7 @@ class Fallback(Policy):
         self._policy, self._instead = create(name, decode), create(DEFAULT)
         self._limited = Limited() if is_added(name, decode) else None
         shown = f"{name} with decode policy {decode}" if decode else name
-        self._told = f"route policy {shown}"
+        self._title = f"route policy {shown}"
         self._count = count
         self._faults = Faults(
             logger,
@@ -72,7 +72,7 @@ class Fallback(Policy):
     def _note(
         self, kind: str, what: str, now_s: float, raised: BaseException | None = None
     ) -> None:
-        self._faults.note(kind, f"{self._told} {what}", now_s, raised)
+        self._faults.note(kind, f"{self._title} {what}", now_s, raised)
 
 
 def cause_of(error: BaseException) -> str:

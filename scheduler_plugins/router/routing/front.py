@@ -62,15 +62,15 @@ def turn_of(request: Request, pool: Pool) -> Turn:
     """The conditions that the request waits for. A prefill engine must have less than `ENGINE_QUEUE_S` queued, and a
     decode engine room for the prompt. No request waits for an engine that cannot be reached."""
     prefill = pool.up(Role.PREFILL) or pool.up(Role.DECODE)
-    cost_s = min((one.costs.prefill_s(request.tokens) for one in prefill), default=0.0)
+    cost_s = min((engine.costs.prefill_s(request.tokens) for engine in prefill), default=0.0)
 
     def has_room() -> bool:
         now_s = asyncio.get_running_loop().time()
         decode, fill = pool.up(Role.DECODE), pool.up(Role.PREFILL)
         # An idle engine will not get more room. Send it the prompt, so it says what is wrong.
-        if decode and all(one.free_kv < request.tokens and one.batch for one in decode):
+        if decode and all(engine.free_kv < request.tokens and engine.batch for engine in decode):
             return False
-        return not fill or any(one.queued_s(now_s) < ENGINE_QUEUE_S for one in fill)
+        return not fill or any(engine.queued_s(now_s) < ENGINE_QUEUE_S for engine in fill)
 
     return Turn(
         request.qos,
@@ -99,18 +99,18 @@ class FrontQueue:
 
     def by_group(self, now_s: float) -> dict[str, Front]:
         """What waits, by group of engines."""
-        found = dict[str, Front]()
+        fronts = dict[str, Front]()
         for queue in self._waiting.values():
             for turn, _ in queue:
-                one = found.get(turn.group, Front())
-                oldest_s = max(one.oldest_s, now_s - turn.since_s)
-                found[turn.group] = Front(one.requests + 1, one.tokens + turn.tokens, oldest_s)
-        return found
+                front = fronts.get(turn.group, Front())
+                oldest_s = max(front.oldest_s, now_s - turn.since_s)
+                fronts[turn.group] = Front(front.requests + 1, front.tokens + turn.tokens, oldest_s)
+        return fronts
 
     def expected_s(self, turn: Turn, classes: Sequence[QosClass]) -> float:
         """Predicted seconds until the turn of a request that comes now. It is the queued prefill of its class and of
         higher classes, shared by all engines; 0 if none waits."""
-        rank = {one.name: one.priority for one in classes}
+        rank = {qos_class.name: qos_class.priority for qos_class in classes}
         own = rank.get(turn.qos, 0)
         before = (
             waiter.turn.cost_s
@@ -154,7 +154,7 @@ class FrontQueue:
             self._waiting[name].popleft()
             if not waiter.go.done():
                 waiter.go.set_result(None)
-                if name in {one.name for one in self._classes}:
+                if name in {qos_class.name for qos_class in self._classes}:
                     self._shares.charge(name, waiter.turn.cost_s, self._others(name))
             # The request must be counted at its engines before the next request is considered.
             await asyncio.sleep(0)

@@ -38,7 +38,7 @@ def promised(request: Request, config: RouterConfig, headers: Mapping[str, str])
     """The request with its class, the SLO of the class, and whether the class is interactive."""
     rule = rule_of(config.routes, _joined(headers)) if config.routes else None
     name = rule.qos if rule is not None else default_class(config.classes).name
-    qos = next(one for one in config.classes if one.name == name)
+    qos = next(qos_class for qos_class in config.classes if qos_class.name == name)
     return request._replace(
         qos=name,
         interactive=qos.interactive,
@@ -51,11 +51,11 @@ def promised(request: Request, config: RouterConfig, headers: Mapping[str, str])
 def _joined(headers: Mapping[str, str]) -> dict[str, str]:
     """The headers, with names in lower case. If a header comes twice, its values are joined and match no rule: a
     client cannot choose a class by adding a second header to a proxy's."""
-    found = dict[str, str]()
+    joined = dict[str, str]()
     for given, value in headers.items():
         name = given.lower()
-        found[name] = f"{found[name]},{value}" if name in found else value
-    return found
+        joined[name] = f"{joined[name]},{value}" if name in joined else value
+    return joined
 
 
 def kept_by(
@@ -65,6 +65,6 @@ def kept_by(
 
     A guess must not reject a request.
     """
-    ttft_s = request.ttft_slo_s if all(one.costs.known for one in prefill) else inf
-    tpot_s = request.tpot_slo_s if all(one.costs.known for one in decode) else inf
+    ttft_s = request.ttft_slo_s if all(engine.costs.known for engine in prefill) else inf
+    tpot_s = request.tpot_slo_s if all(engine.costs.known for engine in decode) else inf
     return request._replace(ttft_slo_s=ttft_s, tpot_slo_s=tpot_s)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live router's view for policies: its own counts, and an index of cached prefixes."""
+"""The live router's view for policies: its own counts, an index of cached prefixes, and the KV pools of hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil, inf
 
 from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
-from scheduler_plugins.router.index.stored import StorePlace
+from scheduler_plugins.router.index.stored import MEMORY, StorePlace
 from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
-from scheduler_plugins.router.routing.host_store import HostStore, stores_of
 
 
 class LiveView:
@@ -48,14 +48,14 @@ class LiveView:
             return [0] * len(engines)
         if hashes is not self._prompt:
             self._prompt, self._matched = hashes, {}
-        unknown = [one for one in engines if one.name not in self._matched]
+        unknown = [source for source in engines if source.name not in self._matched]
         for store in unknown:
             if isinstance(store, HostStore):
                 self._matched[store.name] = store.match(self._prefixes, hashes)
-        if others := [one for one in unknown if not isinstance(one, HostStore)]:
-            found = self._prefixes.match(hashes, others, BLOCK_TOKENS, self._now_s)
-            self._matched.update(zip((one.name for one in others), found, strict=True))
-        return [self._matched[one.name] for one in engines]
+        if others := [source for source in unknown if not isinstance(source, HostStore)]:
+            blocks = self._prefixes.match(hashes, others, BLOCK_TOKENS, self._now_s)
+            self._matched.update(zip((source.name for source in others), blocks, strict=True))
+        return [self._matched[source.name] for source in engines]
 
     def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
         """From a host's KV pool: by the speed of the engine's loads; infinite for engines of other hosts. From an engine:
@@ -63,3 +63,63 @@ class LiveView:
         if isinstance(source, HostStore):
             return source.load_s(target.name, tokens)
         return 0.0
+
+
+class HostStore:
+    """`PrefixSource`: the chunks of one model in the store of one host.
+
+    Attributes:
+        name: of the pool, in decisions.
+        block_tokens: tokens of a chunk.
+    """
+
+    def __init__(self, name: str, places: Mapping[str, StorePlace]) -> None:
+        """`places`: those of the engines that may use these chunks, by the engines' names."""
+        self.name = name
+        self._places = places
+        self._place = next(iter(places.values()))
+        self.block_tokens = self._place.chunk_tokens
+        self._slow = 0  # chunks of the last prompt that are not in memory
+
+    def match(self, prefixes: Prefixes, prompt: PromptKeys) -> int:
+        """Leading chunks of the prompt that are there."""
+        chunks, in_memory = prefixes.in_store(prompt, self._place)
+        self._slow = chunks - in_memory
+        return chunks
+
+    def load_s(self, engine: str, tokens: int) -> float:
+        """Predicted seconds to load the last `tokens` tokens of the match.
+
+        Returns:
+            Infinite for engines of other hosts and other models. What was not measured yet counts as fast, as it does in
+            engines: they load from it until they know better.
+        """
+        if engine not in self._places:
+            return inf
+        chunks = ceil(tokens / self.block_tokens)
+        slow = min(chunks, self._slow)
+        return (chunks - slow) * self._chunk_s(engine, fast=True) + slow * self._chunk_s(
+            engine, fast=False
+        )
+
+    def _chunk_s(self, engine: str, *, fast: bool) -> float:
+        """Seconds to load a chunk from memory, or from another tier: by this engine's loads, else by another's."""
+        for place in (self._places[engine], *self._places.values()):
+            speeds = [v for tier, v in place.bytes_per_s.items() if (tier == MEMORY) is fast]
+            if speeds and place.chunk_bytes:
+                return place.chunk_bytes / min(speeds)
+        return 0.0
+
+
+def stores_of(places: Mapping[str, StorePlace]) -> list[HostStore]:
+    """The stores of these engines, in a steady order. A model has its own part of a store."""
+    grouped: dict[tuple[str, str], dict[str, StorePlace]] = {}
+    for engine, place in places.items():
+        grouped.setdefault((place.store, place.model), {})[engine] = place
+    shared = [store for store, _ in grouped]
+    return [
+        HostStore(
+            used[next(iter(used))].name + (f" {model[:8]}" if shared.count(store) > 1 else ""), used
+        )
+        for (store, model), used in sorted(grouped.items())
+    ]

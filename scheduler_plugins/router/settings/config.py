@@ -182,8 +182,8 @@ class RouterConfig:
             raise ValueError(f"otlp {self.otlp!r}: must look like http://127.0.0.1:4318/v1/traces")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                wanted = "must look like https://chat.example.org, or be *"
-                raise ValueError(f"allowed_origins {origin!r}: {wanted}")
+                form = "must look like https://chat.example.org, or be *"
+                raise ValueError(f"allowed_origins {origin!r}: {form}")
         if self.tls_key and not self.tls_cert:
             raise ValueError("tls_key: is set without tls_cert; set both, or neither")
         if self.front_queue < 0:
@@ -202,12 +202,12 @@ class RouterConfig:
         for name in ("port", "admin_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 65535")
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name.endswith("_s") and not 0 < value < float("inf"):
-                raise ValueError(f"{one.name} {value}: must be a number of seconds > 0")
-            if one.name in COUNTS and value < 1:
-                raise ValueError(f"{one.name} {value}: must be 1 or more")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name.endswith("_s") and not 0 < value < float("inf"):
+                raise ValueError(f"{setting.name} {value}: must be a number of seconds > 0")
+            if setting.name in COUNTS and value < 1:
+                raise ValueError(f"{setting.name} {value}: must be 1 or more")
         if self.workers > MOST_WORKERS:
             raise ValueError(f"workers {self.workers}: must be {MOST_WORKERS} at most")
         if self.workers > 1 and not hasattr(signal, "sigtimedwait"):
@@ -227,11 +227,11 @@ class RouterConfig:
         given: dict[str, str] = {}  # the engine's URL to the URL of the settings
         for side, role in _HOMES.items():
             for url in getattr(self, side):
-                for one in members(url):
-                    given.setdefault(one, url)
-                    before = homes.setdefault(one, role)
+                for member in members(url):
+                    given.setdefault(member, url)
+                    before = homes.setdefault(member, role)
                     if (before, role) == (Role.PREFILL, Role.DECODE):
-                        homes[one] = Role.BOTH
+                        homes[member] = Role.BOTH
         return {url: self._place(given[url], home) for url, home in homes.items()}
 
     def _place(self, url: str, home: Role | None) -> Place:

@@ -101,21 +101,21 @@ def check_groups(
         ValueError: a route or a bound names a group that no engine is in, a bound cannot be kept, or a group has no
             engine that can decode.
     """
-    known = sorted({place.group for place in places} | set(named))
+    group_names = sorted({place.group for place in places} | set(named))
     for n, route in enumerate(routes):
         group = getattr(route, "group", "")
-        if group and group not in known:
+        if group and group not in group_names:
             raise ValueError(
-                f"routes[{n}]: group {group!r} has no engine; groups are {', '.join(known)}"
+                f"routes[{n}]: group {group!r} has no engine; groups are {', '.join(group_names)}"
             )
     for group, bound in bounds.items():
-        if group not in known:
+        if group not in group_names:
             raise ValueError(
                 f"groups: {group!r} has no engine; give an engine `group: {group}`, or take it out"
             )
         if group not in named:
             _check_bound(group, bound, [place for place in places if place.group == group])
-    for group in set(known) - set(named):
+    for group in set(group_names) - set(named):
         if not any(_able(place, Role.DECODE) for place in places if place.group == group):
             raise ValueError(
                 f"groups: no engine of group '{group}' can decode; give it a decode engine, or its engines another group"

@@ -154,7 +154,7 @@ class LogLevel(StrEnum):
 
 def parameters(config: type) -> Iterator[Parameter]:
     """The options, as parameters of a command. `config`: `RouterConfig`, whose import takes the time of all policies."""
-    defaults = {one.name: one.default for one in dataclasses.fields(config)}
+    defaults = {setting.name: setting.default for setting in dataclasses.fields(config)}
     for title, options in OPTIONS.items():
         for name, metavar, meaning in options:
             kind, default = _SPECIAL.get(name) or _by_default(defaults[name.replace("-", "_")])

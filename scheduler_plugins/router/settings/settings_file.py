@@ -91,24 +91,24 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
     """
     written = YamlText(text, source)
     try:
-        found = written.decode(_File)
+        file = written.decode(_File)
     except (ValueError, RecursionError) as error:
         raise SettingsError(str(error)) from None
     try:
         named = {
             name: value
             for name in ("policy", "decode_policy", "roles")
-            if (value := getattr(found, name)) is not None
+            if (value := getattr(file, name)) is not None
         }
-        if isinstance(found.roles, bool):
-            named["roles"] = DEFAULT_POLICY if found.roles else OFF
+        if isinstance(file.roles, bool):
+            named["roles"] = DEFAULT_POLICY if file.roles else OFF
         sides = {
-            side: tuple(entry.url for entry in found.engines if side in sides_of(entry.role))
+            side: tuple(entry.url for entry in file.engines if side in sides_of(entry.role))
             for side in SIDES
         }
         events = {
             entry.url: (entry.events, entry.replay or None)
-            for entry in found.engines
+            for entry in file.engines
             if entry.events
         }
         return RouterConfig(
@@ -116,12 +116,12 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
                 **given,
                 **named,
                 **sides,
-                **_limits(found.limits),
+                **_limits(file.limits),
                 "kv_events": events,
-                "places": _places(found.engines),
-                "groups": found.groups,
-                "classes": found.classes,
-                "routes": _with_class(found.routes, found.classes),
+                "places": _places(file.engines),
+                "groups": file.groups,
+                "classes": file.classes,
+                "routes": _with_class(file.routes, file.classes),
             }
         )
     except (ValueError, OverflowError) as error:
@@ -143,34 +143,36 @@ def _places(entries: Sequence[EngineEntry]) -> dict[str, Place]:
     Raises:
         ValueError: two entries of one engine differ.
     """
-    found = dict[str, Place]()
-    if not any(one.may or one.group != DEFAULT_GROUP for one in entries):
-        return found
+    places = dict[str, Place]()
+    if not any(each.may or each.group != DEFAULT_GROUP for each in entries):
+        return places
     for entry in entries:
         place = Place(None, frozenset(map(Role, entry.may)), entry.group)
-        if found.setdefault(base_url("engines", entry.url), place) != place:
+        if places.setdefault(base_url("engines", entry.url), place) != place:
             raise ValueError(
                 f"engines '{entry.url}': two entries of it differ in may or group; write one entry with role both, or "
                 "give both entries the same"
             )
-    return found
+    return places
 
 
 def _with_class(routes: Sequence[Route], classes: Sequence[QosClass]) -> tuple[Route, ...]:
     """The routes. A route that names a group alone leads to the class that a request without a route has."""
     usual = default_class(classes).name if classes else ""
-    return tuple(msgspec.structs.replace(one, qos=one.qos or usual) for one in routes)
+    return tuple(msgspec.structs.replace(route, qos=route.qos or usual) for route in routes)
 
 
 def _limits(given: Mapping[str, float]) -> dict[str, float]:
     whole = {*COUNTS, "front_queue"}
-    known = {one.name for one in fields(RouterConfig) if one.name.endswith("_s")} | whole
-    found: dict[str, float] = {}
+    names = {
+        setting.name for setting in fields(RouterConfig) if setting.name.endswith("_s")
+    } | whole
+    limits: dict[str, float] = {}
     for name, value in given.items():
-        if name not in known:
-            near = did_you_mean(name, known) or f"known are {', '.join(sorted(known))}"
+        if name not in names:
+            near = did_you_mean(name, names) or f"known are {', '.join(sorted(names))}"
             raise ValueError(f"limits: {name!r} is not a limit; {near}")
         if name in whole and value != int(value):
             raise ValueError(f"limits: {name} {value}: must be a whole number")
-        found[name] = int(value) if name in whole else float(value)
-    return found
+        limits[name] = int(value) if name in whole else float(value)
+    return limits

@@ -93,7 +93,7 @@ def checked_events(
     Raises:
         ValueError: no engine has such a URL, or an endpoint is none of ZeroMQ's.
     """
-    found = {}
+    endpoints = {}
     for engine, (endpoint, replay) in given.items():
         url = base_url("kv_events", engine)
         if url not in urls:
@@ -105,5 +105,5 @@ def checked_events(
                 stray_character(address) or not address.startswith(("tcp://", "ipc://"))
             ):
                 raise ValueError(f"kv_events {address!r}: must look like tcp://host:port")
-        found[url] = (endpoint, replay)
-    return found
+        endpoints[url] = (endpoint, replay)
+    return endpoints

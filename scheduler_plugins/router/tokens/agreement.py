@@ -32,8 +32,8 @@ async def difference(ask: Ask, engine: BackendEngine, examined: Examined, model:
     Returns:
         The difference, for the log; empty: there is none; None: the engine does not answer.
     """
-    for asked, ours in examined.probes:
-        theirs = tokens_in(await ask(engine, TOKENIZE, {**asked, "model": model}))
+    for body, ours in examined.probes:
+        theirs = tokens_in(await ask(engine, TOKENIZE, {**body, "model": model}))
         if theirs is None:
             return None
         if theirs != ours:
@@ -62,6 +62,6 @@ def tokens_in(answer: object) -> bytes | None:
 
 def _first_difference(ours: list[int], theirs: list[int]) -> str:
     pairs = enumerate(zip(ours, theirs, strict=False))
-    at = next((n for n, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
-    found, wanted = theirs[at : at + _SHOWN], ours[at : at + _SHOWN]
-    return f"it tokenizes a text as {found}, and the model's files as {wanted}"
+    at = next((n for n, (own, other) in pairs if own != other), min(len(ours), len(theirs)))
+    their_ids, our_ids = theirs[at : at + _SHOWN], ours[at : at + _SHOWN]
+    return f"it tokenizes a text as {their_ids}, and the model's files as {our_ids}"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizes prompts, where that is possible.
 
-KV events and KV pools name blocks by tokens, so prompts for engines with either are tokenized here. The model's own tokenizer does
-it in worker processes, else an engine's `/tokenize`. If neither can, prompts are known by their text.
+KV events and KV pools name blocks by tokens, so prompts for engines with either are tokenized here. The model's own
+tokenizer does it in worker processes, otherwise an engine's `/tokenize`. If neither can, the index knows prompts by
+their text. `tokenize_body` says which prompts are tokenized.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.prompt.body import encode
 from scheduler_plugins.router.tokens.agreement import TOKENIZE, difference, tokens_in
 from scheduler_plugins.router.tokens.token_worker import TokenizerError
-from scheduler_plugins.router.tokens.tokenize_body import tokenize_body
 from scheduler_plugins.router.tokens.worker_pool import LIMIT_S, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class PromptTokens:
         self._learning: asyncio.Task[None] | None = None
         self._learn_at_s = 0.0
         self._ask_at_s = 0.0
-        self._engines_tell = False
+        self._engines_tokenize = False
         self._workers = WorkerPool()
 
     @property
@@ -106,7 +106,7 @@ class PromptTokens:
         """The source of tokens, for `/health`: `tokenizer`, `engine` or `text` (no tokens)."""
         if self._model is not None and self._model.digest:
             return "tokenizer"
-        return "engine" if self._engines_tell else "text"
+        return "engine" if self._engines_tokenize else "text"
 
     @property
     def why_text(self) -> str:
@@ -126,17 +126,17 @@ class PromptTokens:
         engines = self._engines()
         if not self._blocks_are_named(engines):
             return NOT_TOKENIZED
-        known = self._learnt_of.issuperset((one, one.starts) for one in engines)
-        self._learn_if_due(known=known)
+        learnt = self._learnt_of.issuperset((engine, engine.starts) for engine in engines)
+        self._learn_if_due(learnt=learnt)
         model = self._model
-        asked = tokenize_body(body)
-        if model is None or asked is None:
+        question = tokenize_body(body)
+        if model is None or question is None:
             return NOT_TOKENIZED
         named = body.get("model")
         adapter = named if isinstance(named, str) and named in model.adapters else ""
         if named and not adapter and named not in model.aliases:
             return NOT_TOKENIZED  # a model of other engines, with other tokens
-        prompt = asked.get("prompt")
+        prompt = question.get("prompt")
         if isinstance(prompt, list):
             try:
                 return Tokenized(token_bytes(prompt), adapter)
@@ -144,11 +144,11 @@ class PromptTokens:
                 return NOT_TOKENIZED
         own = not any(body.get(name) is not None for name in _OWN_TEMPLATE)
         if model.digest and own:
-            tokens = await self._workers.tokens(model.folder, model.digest, asked)
+            tokens = await self._workers.tokens(model.folder, model.digest, question)
             if tokens is not None:
                 return Tokenized(tokens, adapter, "" if adapter else model.digest)
         # Other engines may tokenize the prompt differently, so these ids are for the index only.
-        return Tokenized(await self._by_engine({**asked, "model": named or model.name}), adapter)
+        return Tokenized(await self._by_engine({**question, "model": named or model.name}), adapter)
 
     def confirmed(self, digest: str, engine: BackendEngine) -> bool:
         """Whether the engine, since its start, was seen to tokenize as this tokenizer (`Tokenized.digest`)."""
@@ -166,35 +166,37 @@ class PromptTokens:
         """Whether an engine publishes KV events or reports a KV pool. Both name blocks by tokens."""
         return any(engine.follower is not None or engine.store for engine in engines)
 
-    def _learn_if_due(self, *, known: bool) -> None:
+    def _learn_if_due(self, *, learnt: bool) -> None:
         now = asyncio.get_running_loop().time()
         running = self._learning is not None and not self._learning.done()
-        at_s = self._learn_at_s if known else self._learn_at_s - RETRY_S + AGAIN_S
+        at_s = self._learn_at_s if learnt else self._learn_at_s - RETRY_S + AGAIN_S
         if now >= at_s and not running:
             self._learn_at_s = now + RETRY_S
             self._learning = asyncio.create_task(self._learn(), name="learn the model's tokenizer")
 
     async def _learn(self) -> None:
         """Ask an engine for its model. Compare the tokens of all its engines with those of the model's files."""
-        starts = frozenset((one, one.starts) for one in self._engines())
+        starts = frozenset((engine, engine.starts) for engine in self._engines())
         answer = await self._ask("GET", "/v1/models", None)
         data = answer.get("data") if isinstance(answer, dict) else None
-        listed = [one for one in data or () if isinstance(one, dict)]
-        base = next((one for one in listed if not one.get("parent")), None)
+        listed = [entry for entry in data or () if isinstance(entry, dict)]
+        base = next((entry for entry in listed if not entry.get("parent")), None)
         if base is None or not isinstance(base.get("id"), str):
             return
-        names = [one for one in listed if isinstance(one.get("id"), str)]
-        adapters = frozenset(one["id"] for one in names if one.get("parent"))
+        names = [entry for entry in listed if isinstance(entry.get("id"), str)]
+        adapters = frozenset(entry["id"] for entry in names if entry.get("parent"))
         root = base.get("root")
         aliases = frozenset(
-            one["id"] for one in names if not one.get("parent") and one.get("root") == root
+            entry["id"] for entry in names if not entry.get("parent") and entry.get("root") == root
         )
         folder = self._tokenizer or str(root or "")
         digest, why = await self._difference(folder, base["id"])
         if not digest:
             sample = {**_SAMPLE, "model": base["id"]}
-            self._engines_tell = tokens_in(await self._ask("POST", TOKENIZE, sample)) is not None
-        self._tell(why)
+            self._engines_tokenize = (
+                tokens_in(await self._ask("POST", TOKENIZE, sample)) is not None
+            )
+        self._note_why(why)
         self._model = _Model(base["id"], folder, digest, adapters, aliases)
         self._learnt_of = starts
 
@@ -203,19 +205,21 @@ class PromptTokens:
         text."""
         try:
             digest = await self._workers.digest(folder)
-            serving = [one for one in self._engines() if not one.models or model in one.models]
+            serving = [
+                engine for engine in self._engines() if not engine.models or model in engine.models
+            ]
             keys = [(engine, engine.starts, digest) for engine in serving]
             self._verdicts = {key: self._verdicts[key] for key in keys if key in self._verdicts}
             if new := [key for key in keys if key not in self._verdicts]:
                 examined = await self._workers.examined(folder)
-                found = await asyncio.gather(
+                differences = await asyncio.gather(
                     *(difference(self._probe, key[0], examined, model) for key in new)
                 )
-                compared = zip(new, found, strict=True)
+                compared = zip(new, differences, strict=True)
                 self._verdicts |= {
-                    (engine, starts, examined.digest): one
-                    for (engine, starts, _), one in compared
-                    if one is not None
+                    (engine, starts, examined.digest): verdict
+                    for (engine, starts, _), verdict in compared
+                    if verdict is not None
                 }
                 digest = examined.digest
         except TokenizerError as error:
@@ -223,33 +227,37 @@ class PromptTokens:
         for (engine, *_), differs in self._verdicts.items():
             if differs:
                 return "", f"{engine.url}: {differs} ({folder})"
-        silent = [one for one in serving if not self.confirmed(digest, one)]
-        told = f"{silent[0].url}: it does not answer {TOKENIZE}" if silent else ""
-        return digest, told
+        silent = [engine for engine in serving if not self.confirmed(digest, engine)]
+        why = f"{silent[0].url}: it does not answer {TOKENIZE}" if silent else ""
+        return digest, why
 
     async def _probe(self, engine: BackendEngine, path: str, content: dict[str, Any]) -> object:
         return await self._ask("POST", path, content, engine, PROBE_S)
 
-    def _tell(self, why: str) -> None:
+    def _note_why(self, why: str) -> None:
         """Note why engines get text, and log the reason once."""
         if why and why != self._why_text:
             logger.warning("engines get text instead of token ids: %s (setting tokenizer)", why)
         self._why_text = why
 
-    async def _by_engine(self, asked: Mapping[str, Any]) -> bytes | None:
+    async def _by_engine(self, question: Mapping[str, Any]) -> bytes | None:
         now = asyncio.get_running_loop().time()
         if now < self._ask_at_s:
             return None
-        answer = await self._ask("POST", TOKENIZE, asked)
+        answer = await self._ask("POST", TOKENIZE, question)
         tokens = tokens_in(answer)
-        self._engines_tell = tokens is not None
+        self._engines_tokenize = tokens is not None
         if answer is None:
             self._ask_at_s = now + RETRY_S
         return tokens
 
     def _least_busy(self, model: object) -> BackendEngine | None:
         """The least busy engine that serves the model; None: there is none."""
-        able = [one for one in self._engines() if not (model and one.models) or model in one.models]
+        able = [
+            candidate
+            for candidate in self._engines()
+            if not (model and candidate.models) or model in candidate.models
+        ]
         return min(able, key=lambda engine: engine.open_requests, default=None)
 
     async def _ask(
@@ -282,3 +290,43 @@ class PromptTokens:
             return msgspec.json.decode(raw) if response.status == 200 else {}
         except (ValueError, RecursionError):
             return None
+
+
+MOST_CHARACTERS = 1 << 20
+"""A longer prompt is not tokenized, because it would block the workers for seconds."""
+
+
+_BESIDE_TOKENS = ("prompt_embeds", "features", "content_parts")
+_CHAT_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+)
+
+
+def tokenize_body(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The body for `/tokenize` of a request `as_completion`; None for several prompts, images, or too much text."""
+    if "messages" in body:
+        messages = body["messages"]
+        if not all(_plain(message) for message in messages):
+            return None
+        if sum(len(message["content"]) for message in messages) > MOST_CHARACTERS:
+            return None
+        return {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and (not prompt or type(prompt[0]) is not int):
+        return None
+    if not isinstance(prompt, str | list) or any(body.get(name) for name in _BESIDE_TOKENS):
+        return None
+    if len(prompt) > MOST_CHARACTERS:
+        return None
+    return {"prompt": prompt, "add_special_tokens": body.get("add_special_tokens", True)}
+
+
+def _plain(message: object) -> bool:
+    """Whether a message has only text."""
+    return isinstance(message, dict) and isinstance(message.get("content"), str)

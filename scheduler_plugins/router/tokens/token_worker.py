@@ -62,42 +62,42 @@ def examine(folder: str) -> Examined:
     digest = files_digest(folder)
     tokenizer = _load(folder, digest)
     texts = [*_batches(_declared(folder, tokenizer)), *_TEXTS, *_batches(_vocabulary(tokenizer))]
-    asked: list[dict[str, Any]] = [{"prompt": text} for text in texts]
-    asked += [{"prompt": text, "add_special_tokens": False} for text in texts[:1]]
-    probes = [(one, tokenize(folder, digest, one)) for one in asked]
+    bodies: list[dict[str, Any]] = [{"prompt": text} for text in texts]
+    bodies += [{"prompt": text, "add_special_tokens": False} for text in texts[:1]]
+    probes = [(body, tokenize(folder, digest, body)) for body in bodies]
     with suppress(TokenizerError):  # the template may be missing, or refuse this chat
         probes.append((_CHAT, tokenize(folder, digest, _CHAT)))
     unknown_id = max(tokenizer.get_vocab().values(), default=-1) + 1
     return Examined(digest, unknown_id, tuple(probes))
 
 
-def tokenize(folder: str, digest: str, asked: Mapping[str, Any]) -> bytes:
+def tokenize(folder: str, digest: str, body: Mapping[str, Any]) -> bytes:
     """Token ids of a prompt, in the form of `index.hashes.token_bytes`.
 
     Args:
         folder: folder of the model's files.
         digest: `Examined.digest`, so a process that starts later does not load changed files.
-        asked: a body for vLLM's `/tokenize`: `prompt`, or `messages` with the fields that the template reads.
+        body: a body for vLLM's `/tokenize`: `prompt`, or `messages` with the fields that the template reads.
 
     Raises:
         TokenizerError: the files cannot be used, or the template refuses the messages.
     """
     tokenizer = _load(folder, digest)
-    if "messages" not in asked:
-        special = asked.get("add_special_tokens", True)
-        return token_bytes(tokenizer.encode(asked["prompt"], add_special_tokens=special))
+    if "messages" not in body:
+        special = body.get("add_special_tokens", True)
+        return token_bytes(tokenizer.encode(body["prompt"], add_special_tokens=special))
     try:
         text = tokenizer.apply_chat_template(
-            asked["messages"],
-            tools=asked.get("tools"),
-            add_generation_prompt=asked.get("add_generation_prompt", True),
+            body["messages"],
+            tools=body.get("tools"),
+            add_generation_prompt=body.get("add_generation_prompt", True),
             tokenize=False,
-            **(asked.get("chat_template_kwargs") or {}),
+            **(body.get("chat_template_kwargs") or {}),
         )
     except Exception as error:
         # The template is a program of the model, so it can raise any error.
         raise TokenizerError(f"{folder}: the chat template failed: {error}") from None
-    special = asked.get("add_special_tokens", False)
+    special = body.get("add_special_tokens", False)
     return token_bytes(tokenizer.encode(text, add_special_tokens=special))
 
 
@@ -139,21 +139,21 @@ def files_digest(folder: str) -> str:
 
 def _declared(folder: str, tokenizer: Any) -> list[str]:
     """Special and added tokens: the loaded tokens, and further tokens in the files that another version may load."""
-    found = dict.fromkeys(str(token) for token in tokenizer.added_tokens_decoder.values())
-    found |= dict.fromkeys(map(str, tokenizer.all_special_tokens))
+    tokens = dict.fromkeys(str(token) for token in tokenizer.added_tokens_decoder.values())
+    tokens |= dict.fromkeys(map(str, tokenizer.all_special_tokens))
     for name in _DECLARING:
-        found |= dict.fromkeys(_texts_in(_read(Path(folder) / name)))
+        tokens |= dict.fromkeys(_texts_in(_read(Path(folder) / name)))
     whole = _read(Path(folder) / "tokenizer.json")
     if isinstance(whole, dict):
-        found |= dict.fromkeys(_texts_in(whole.get("added_tokens")))
-    return [text for text in found if text]
+        tokens |= dict.fromkeys(_texts_in(whole.get("added_tokens")))
+    return [text for text in tokens if text]
 
 
 def _vocabulary(tokenizer: Any) -> list[str]:
     """The text of every token. The letters around it show whether an engine treats it as an added token."""
     ids = sorted(tokenizer.get_vocab().values())
     options = {"clean_up_tokenization_spaces": False}
-    texts: list[str] = tokenizer.batch_decode([[one] for one in ids], **options)
+    texts: list[str] = tokenizer.batch_decode([[token] for token in ids], **options)
     return texts
 
 

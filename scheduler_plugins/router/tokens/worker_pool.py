@@ -33,7 +33,7 @@ class _Process:
     """One worker process. It starts with the first task."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.open_tasks = 0
         """Number of open tasks."""
         self._executor: ProcessPoolExecutor | None = None
 
@@ -43,7 +43,7 @@ class _Process:
         if self._executor is None:
             context = get_context("spawn")
             self._executor = ProcessPoolExecutor(1, context, initializer=without_torch)
-        self.asked += 1
+        self.open_tasks += 1
         try:
             async with asyncio.timeout(limit_s):
                 loop = asyncio.get_running_loop()
@@ -52,7 +52,7 @@ class _Process:
             self._executor = None
             raise
         finally:
-            self.asked -= 1
+            self.open_tasks -= 1
 
     def close(self) -> None:
         if self._executor is not None:
@@ -65,11 +65,11 @@ class WorkerPool:
     def __init__(self) -> None:
         self._processes = [_Process() for _ in range(WORKERS)]
 
-    async def tokens(self, folder: str, digest: str, asked: Mapping[str, Any]) -> bytes | None:
+    async def tokens(self, folder: str, digest: str, body: Mapping[str, Any]) -> bytes | None:
         """See `token_worker.tokenize`. None after any failure."""
-        process = min(self._processes, key=lambda one: one.asked)
+        process = min(self._processes, key=lambda candidate: candidate.open_tasks)
         try:
-            return await process.do(LIMIT_S, tokenize, folder, digest, dict(asked))
+            return await process.do(LIMIT_S, tokenize, folder, digest, dict(body))
         except TokenizerError as error:
             logger.info("%s", error)
         except BrokenExecutor as error:
@@ -83,15 +83,15 @@ class WorkerPool:
 
     async def digest(self, folder: str) -> str:
         """See `token_worker.files_digest`. Raises TokenizerError."""
-        return await self._told(self._processes[0], files_digest, folder)
+        return await self._run(self._processes[0], files_digest, folder)
 
     async def examined(self, folder: str) -> Examined:
         """See `token_worker.examine`. Raises TokenizerError."""
         first, *others = self._processes
-        examined = await self._told(first, examine, folder)
+        examined = await self._run(first, examine, folder)
         sample: dict[str, Any] = {"prompt": ""}
         await asyncio.gather(
-            *(self._told(one, tokenize, folder, examined.digest, sample) for one in others)
+            *(self._run(process, tokenize, folder, examined.digest, sample) for process in others)
         )
         return examined
 
@@ -100,13 +100,13 @@ class WorkerPool:
         for process in self._processes:
             process.close()
 
-    async def _told(
+    async def _run(
         self, process: _Process, question: Callable[..., _T], folder: str, *given: Any
     ) -> _T:
         try:
             return await process.do(LOADING_S, question, folder, *given)
         except TimeoutError:
-            found = f"its tokenizer was not loaded within {LOADING_S:g} s"
+            problem = f"its tokenizer was not loaded within {LOADING_S:g} s"
         except BrokenExecutor as error:
-            found = f"the process that loads its tokenizer has ended: {error}"
-        raise TokenizerError(f"{folder}: {found}")
+            problem = f"the process that loads its tokenizer has ended: {error}"
+        raise TokenizerError(f"{folder}: {problem}")

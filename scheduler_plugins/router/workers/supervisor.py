@@ -67,7 +67,7 @@ def supervise(config: RouterConfig, settings: SettingsFile | None = None) -> Non
         if not supervisor.until_listening(ends):
             return
         say_running(config, port)
-        stack.enter_context(auth.told(config, port))
+        stack.enter_context(auth.published(config, port))
         supervisor.keep(ends)
 
 

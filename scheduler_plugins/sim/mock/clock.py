@@ -34,13 +34,13 @@ class Generation:
 
     async def progress(self) -> AsyncIterator[int]:
         """Yields the number of tokens whenever there are more, until all are there."""
-        told = 0
-        while told < self.request.max_tokens:
+        reported = 0
+        while reported < self.request.max_tokens:
             await self.changed.wait()
             self.changed.clear()
-            if self.tokens > told:
-                told = self.tokens
-                yield told
+            if self.tokens > reported:
+                reported = self.tokens
+                yield reported
             if self.done:
                 return
 
@@ -146,8 +146,8 @@ class ClockedEngine:
         self._generations[request.id] = made
         return made
 
-    def _hand_over(self, one: RunningPrefill, now_s: float) -> bool:
-        made = self._generations.get(one.request.id)
+    def _hand_over(self, prefill: RunningPrefill, now_s: float) -> bool:
+        made = self._generations.get(prefill.request.id)
         if made is None or not made.hands_over:
             return False
         self._finish(made, 1)

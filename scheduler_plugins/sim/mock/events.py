@@ -61,8 +61,8 @@ class WatchedBlocks(LruBlocks):
     def __init__(self, capacity: int, block_tokens: int) -> None:
         super().__init__(capacity)
         self._block_tokens = block_tokens
-        self._known: dict[BlockHash, KnownBlock] = {}
-        self._told: set[BlockHash] = set()
+        self._contents: dict[BlockHash, KnownBlock] = {}
+        self._published: set[BlockHash] = set()
         self._gone: list[int] = []
         self._notes_evictions = True
         self.publish: Callable[[list[BlockStored | BlockRemoved]], None] = lambda events: None
@@ -72,8 +72,8 @@ class WatchedBlocks(LruBlocks):
         """Note a prompt whose blocks may be computed."""
         size, parent = self._block_tokens, None
         for n, block in enumerate(hashes):
-            if block not in self._known:
-                self._known[block] = KnownBlock(parent, ids[n * size : (n + 1) * size])
+            if block not in self._contents:
+                self._contents[block] = KnownBlock(parent, ids[n * size : (n + 1) * size])
             parent = block
 
     def computed(self, now_s: float) -> None:
@@ -84,32 +84,34 @@ class WatchedBlocks(LruBlocks):
             events.append(BlockRemoved(self._gone, "GPU"))
             self._gone = []
         for block in added:
-            if block not in self._told and self._blocks.get(block, inf) < inf:
-                self._told.add(block)
+            if block not in self._published and self._blocks.get(block, inf) < inf:
+                self._published.add(block)
                 self._add(events, block)
-        if len(self._known) > 4 * self._capacity:
-            self._known = {name: one for name, one in self._known.items() if name in self._blocks}
+        if len(self._contents) > 4 * self._capacity:
+            self._contents = {
+                name: content for name, content in self._contents.items() if name in self._blocks
+            }
         if events:
             self.publish(events)
 
     def _evict(self, block: BlockHash, since_s: float, now_s: float) -> None:
-        if block in self._told and isinstance(block, int):
-            self._told.discard(block)
+        if block in self._published and isinstance(block, int):
+            self._published.discard(block)
             self._gone.append(block)
 
     def _add(self, events: list[BlockStored | BlockRemoved], block: BlockHash) -> None:
         """A block joins its parent's event if that is the last event. Otherwise it begins a new event."""
-        known = self._known.get(block)
-        if known is None or not isinstance(block, int):
+        content = self._contents.get(block)
+        if content is None or not isinstance(block, int):
             return
         last = events[-1] if events else None
-        if isinstance(last, BlockStored) and last.block_hashes[-1] == known.parent:
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == content.parent:
             last.block_hashes.append(block)
-            last.token_ids.extend(known.token_ids)
+            last.token_ids.extend(content.token_ids)
         else:
-            ids = list(known.token_ids)
+            ids = list(content.token_ids)
             events.append(
-                BlockStored([block], known.parent, ids, self._block_tokens, None, "GPU", None)
+                BlockStored([block], content.parent, ids, self._block_tokens, None, "GPU", None)
             )
 
 

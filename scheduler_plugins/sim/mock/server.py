@@ -91,7 +91,7 @@ class MockEngine:
         self._engine_id = f"mock-{uuid.uuid4().hex[:12]}"
         self._moved = Moved(settings.network)
         self._transfers = Transfers(self._moved)
-        self._asked = self._found = 0
+        self._queried_tokens = self._hit_tokens = 0
         self.events: Publisher | None = None
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
@@ -126,8 +126,8 @@ class MockEngine:
         try:
             await site.start()
         except (OSError, UnicodeError) as error:
-            told = cannot_listen(settings.host, settings.port, error)
-            raise OSError(f"cannot listen on {told}") from None
+            problem = cannot_listen(settings.host, settings.port, error)
+            raise OSError(f"cannot listen on {problem}") from None
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
@@ -178,8 +178,8 @@ class MockEngine:
             "num_requests_running": self.clock.running,
             "num_requests_waiting": self.clock.waiting,
             "kv_cache_usage_perc": used,
-            "prefix_cache_queries_total": self._asked,
-            "prefix_cache_hits_total": self._found,
+            "prefix_cache_queries_total": self._queried_tokens,
+            "prefix_cache_hits_total": self._hit_tokens,
         }
         text = "".join(f"vllm:{row}{{{labels}}} {value}\n" for row, value in rows.items())
         size, blocks = self.settings.block_tokens, self.settings.cache_blocks
@@ -194,8 +194,8 @@ class MockEngine:
         except ValueError as error:
             return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
         if params is not None and params.describe:
-            told = answer(body, request.path, 1, usage_of(1, 1, 0), description(self._address))
-            return web.json_response(told)
+            described = answer(body, request.path, 1, usage_of(1, 1, 0), description(self._address))
+            return web.json_response(described)
         ids = token_ids(body)
         hashes = block_hashes(ids, self.settings.block_tokens)
         self.cache.know(hashes, ids)
@@ -288,8 +288,8 @@ class MockEngine:
     def _count(self, generation: Generation) -> int:
         """Cached tokens of a request. They are counted once for `/metrics`."""
         cached = generation.record.cached_tokens
-        self._asked += generation.request.tokens
-        self._found += cached
+        self._queried_tokens += generation.request.tokens
+        self._hit_tokens += cached
         return cached
 
     @property

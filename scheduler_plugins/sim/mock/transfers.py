@@ -71,7 +71,7 @@ class Transfers:
 
     def __init__(self, moved: Moved) -> None:
         self._moved = moved
-        self._known: dict[str, asyncio.Future[dict[str, float]]] = {}
+        self._futures: dict[str, asyncio.Future[dict[str, float]]] = {}
 
     def computed(self, transfer: str, tokens: int, prefill_s: float) -> None:
         """Note that the KV of a prompt is computed, and the seconds of its prefill."""
@@ -86,18 +86,20 @@ class Transfers:
         waited = not future.done()
         try:
             async with asyncio.timeout(_WAIT_S):
-                found = await asyncio.shield(future)
+                computed = await asyncio.shield(future)
         except TimeoutError:
             return web.json_response({"error": "no such transfer"}, status=404)
-        self._moved.sent(int(found["tokens"]), early=waited)
-        return web.json_response({**found, "prefill_s": found["prefill_s"] if waited else 0.0})
+        self._moved.sent(int(computed["tokens"]), early=waited)
+        return web.json_response(
+            {**computed, "prefill_s": computed["prefill_s"] if waited else 0.0}
+        )
 
     def _of(self, transfer: str) -> asyncio.Future[dict[str, float]]:
-        if transfer not in self._known:
-            while len(self._known) >= _KEPT:
-                del self._known[next(iter(self._known))]
-            self._known[transfer] = asyncio.get_running_loop().create_future()
-        return self._known[transfer]
+        if transfer not in self._futures:
+            while len(self._futures) >= _KEPT:
+                del self._futures[next(iter(self._futures))]
+            self._futures[transfer] = asyncio.get_running_loop().create_future()
+        return self._futures[transfer]
 
 
 async def arrival(
@@ -105,11 +107,11 @@ async def arrival(
 ) -> Arrived:
     """Wait until `source` (HOST:PORT) has computed the KV."""
     async with session.get(f"http://{source}{KV}/{transfer}") as answer:
-        found = await answer.json()
+        computed = await answer.json()
         if answer.status != 200:
-            raise web.HTTPBadGateway(text=f"no KV: {found}")
-    tokens, early = int(found["tokens"]), found["prefill_s"] > 0
-    size = network.exposed_bytes(tokens, found["prefill_s"])
+            raise web.HTTPBadGateway(text=f"no KV: {computed}")
+    tokens, early = int(computed["tokens"]), computed["prefill_s"] > 0
+    size = network.exposed_bytes(tokens, computed["prefill_s"])
     if not early:
         size = tokens * network.kv_bytes_per_token
     return Arrived(network.latency_s + size / network.bytes_per_s, tokens, early)

@@ -15,13 +15,13 @@ import pytest
 from support.agents import SHORT, Ranks, ranks, until
 from support.descriptors import no_descriptors
 
+from pd_bench.netns import Bed, Namespace, available
 from pd_connector.agent.consuming import outage
 from pd_connector.agent.consuming.outage import OUTAGE_S, OutageWatch, named_for_what_it_is
 from pd_connector.agent.metrics import GAUGES
 from pd_connector.errors import Cause
 from pd_connector.protocol.wire.peers import Source
 from pd_connector.remedies import FAILING_GAUGE
-from pd_connector.tools.launch.netns import Bed, Namespace, available
 
 __all__ = ["ranks"]
 

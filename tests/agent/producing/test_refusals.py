@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd_connector.agent.producing.refusals import EVERY_S, MOST_LINES, Refusals
+from pd_connector.agent.producing.producer_side import EVERY_S, MOST_LINES, Refusals
 from pd_connector.errors import Cause
 from pd_connector.telemetry import Telemetry
 

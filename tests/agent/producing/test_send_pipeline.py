@@ -7,14 +7,14 @@ from typing import Any, cast
 import pytest
 
 from pd_connector.agent.page_gate import PageGate
-from pd_connector.agent.producing.in_flight import SendPath
+from pd_connector.agent.producing.consumer_sessions import SendPath
 from pd_connector.agent.producing.send_pipeline import SendPipeline
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.memory.slab import Slab
 from pd_connector.plan.chunks import plan
 from pd_connector.plan.route import routes
-from pd_connector.protocol.producing.outgoing import SendChunk
+from pd_connector.protocol.producing.outgoing import OutgoingChunk
 from pd_connector.transport.base import Transport
 
 SLOTS, SLOT_BYTES = 8, 64
@@ -81,7 +81,7 @@ class Bench:
         self._path = SendPath(cast(Transport, self.wire), 0, read=False)
 
     def post(self, session: bytes, now: float = 0.0) -> None:
-        send = SendChunk("t", "request", session, ROUTE, CHUNK, [0], b"tokens", 0, False, False)
+        send = OutgoingChunk("t", "request", session, ROUTE, CHUNK, [0], b"tokens", 0, False, False)
         assert self.send_pipeline.post(send, self._path, now) is None
         self.send_pipeline.check_integrity()
 

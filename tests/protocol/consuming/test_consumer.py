@@ -29,8 +29,8 @@ from pd_connector.protocol.consuming.incoming import (
     Dial,
     Finished,
     Held,
+    IncomingChunk,
     Load,
-    PlaceChunk,
     ProducerSession,
     Stalled,
     Tell,
@@ -108,7 +108,7 @@ class Bench:
         header = self.header(sequence, source=source)
         payload = memoryview(bytes(header.nbytes))
         (place,) = self.consumer.landings.landed(header, slot, payload, now)
-        assert isinstance(place, PlaceChunk)
+        assert isinstance(place, IncomingChunk)
         return self.consumer.landings.placed(place, None, "", now)
 
 
@@ -162,7 +162,7 @@ def test_a_chunk_goes_into_the_pages_of_its_range():
     header = bench.header(3)
     payload = memoryview(bytes(header.nbytes))
     (place,) = bench.consumer.landings.landed(header, 0, payload, 1.0)
-    assert isinstance(place, PlaceChunk)
+    assert isinstance(place, IncomingChunk)
     assert list(place.pages) == [23, 24, 25]
 
 
@@ -341,11 +341,11 @@ def test_what_is_held_or_loading_is_spoken_for_and_what_is_dropped_is_not():
     bench = Bench()
     bench.open()
     assert bench.consumer.hold("waiting", "u", PEERS, False, 0.0) == []
-    assert bench.consumer.wanted(SOURCE) == ("t", "u")
+    assert bench.consumer.transfers_of(SOURCE) == ("t", "u")
     assert bench.consumer.drop("waiting", Cause.ABORTED, 1.0) == [
         Tell(SOURCE, messages.Cancel("u", Cause.ABORTED))
     ]
-    assert bench.consumer.wanted(SOURCE) == ("t",)
+    assert bench.consumer.transfers_of(SOURCE) == ("t",)
 
 
 def test_a_drop_before_the_session_stands_is_told_once_it_does():
@@ -538,7 +538,7 @@ def test_a_watched_hold_is_told_once_when_kv_is_there_and_is_loaded_then():
     bench = Bench(wait=True)
     assert bench.consumer.hold("request", "t", PEERS, True, 0.0) == [Dial(SOURCE)]
     assert bench.up(PEERS[0]) == [Tell(SOURCE, messages.Watch("t"))]
-    assert bench.consumer.wanted(SOURCE) == ("t",)
+    assert bench.consumer.transfers_of(SOURCE) == ("t",)
     assert bench.consumer.ready(SOURCE, "t") == [Held("request", None, "")]
     assert bench.consumer.ready(SOURCE, "t") == []
     (tell,) = bench.consumer.load(bench.load, 1.0)

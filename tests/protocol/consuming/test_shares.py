@@ -11,10 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pd_connector.config import Config
 from pd_connector.memory.slab import SlotPool
-from pd_connector.protocol.consuming.grants import Grants, Key
+from pd_connector.protocol.consuming.grants import Grants, Key, Shares
 from pd_connector.protocol.consuming.incoming import ProducerSession
 from pd_connector.protocol.consuming.incoming_stream import IncomingStream
-from pd_connector.protocol.consuming.shares import Shares
 from pd_connector.protocol.wire.peers import Source
 
 PRODUCERS = [f"producer{number}" for number in range(4)]

@@ -51,7 +51,7 @@ def grown(tokens: int) -> Offer:
 
 def sent(producer: Producer) -> list[tuple[int, int, int, int]]:
     """Layers and tokens of everything that can be sent now."""
-    return [tuple(send.chunk[2:6]) for send in iter(producer.next_send, None)]
+    return [tuple(chunk.planned[2:6]) for chunk in iter(producer.next_send, None)]
 
 
 def test_pages_offered_before_and_after_the_opening_are_streamed(producer: Producer):

@@ -248,7 +248,7 @@ DEFAULTS: dict[tuple[str, str], Any] = {
     ("Open", "coded"): True,
     ("Open", "readers"): 1,
     ("Cancel", "readers"): 1,
-    ("Accept", "words"): None,
+    ("Accept", "final_token"): None,
 }
 
 

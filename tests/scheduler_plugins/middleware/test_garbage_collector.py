@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scheduler_plugins.middleware.garbage_collector import OLDEST_EVERY, collect_less
+from scheduler_plugins.middleware.middleware import OLDEST_EVERY, collect_less
 
 OPEN, OBJECTS = 1500, 300
 

@@ -101,14 +101,14 @@ def test_what_an_engine_remembers_is_bounded_and_what_it_forgets_is_not_believed
     values = [signed("premium", "r1", KEY, 1000.0 + at_s) for at_s in range(8)]
     for value in values:
         assert signed_class(headers(value), KEY, seen, 1008.0) == "premium"
-    assert len(seen._known) == len(seen._by_time) == 5
+    assert len(seen._nonces) == len(seen._by_time) == 5
     for value in values:
         assert signed_class(headers(value), KEY, seen, 1008.0) is None
     late = signed("premium", "r1", KEY, 1000.5)
     assert signed_class(headers(late), KEY, seen, 1008.0) is None, "it may be one of those"
     later = signed("premium", "r1", KEY, 1008.0 + BELIEVED_S)
     assert signed_class(headers(later), KEY, seen, 1008.0 + BELIEVED_S) == "premium"
-    assert len(seen._known) == 1, "the others have ended"
+    assert len(seen._nonces) == 1, "the others have ended"
 
 
 def test_a_secret_is_stretched_and_each_use_of_it_has_a_key_of_its_own(

@@ -11,14 +11,13 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
-from scheduler_plugins.queue.batch import Batch
 from scheduler_plugins.queue.step_length import (
     MOST_CUT,
     STEP_OVERHEAD,
     step_tokens,
     tokens_before,
 )
-from scheduler_plugins.queue.waiting import WaitingQueue
+from scheduler_plugins.queue.waiting import Batch, WaitingQueue
 
 MODEL = CostModel(a=1e-3)
 

@@ -43,7 +43,7 @@ async def tells(world: World, report: bytes) -> None:
     await world.p[0].die()
     await world.down(world.p[0])
     await world.p[0].start()
-    await until(lambda: world.known(world.p[0]).told_costs, "the report was heard")
+    await until(lambda: world.known(world.p[0]).costs_reported, "the report was heard")
     await world.up(world.p[0])
 
 
@@ -70,7 +70,7 @@ def test_a_guess_turns_nobody_away() -> None:
         async with World(**PROMISES) as world:
             engine = world.known(world.p[0])
             engine.load.prefill_sent("other", 10**6, 3600.0, 0.0)
-            engine.load.told(3600.0, 0, 0, 1e9)
+            engine.load.reported(3600.0, 0, 0, 1e9)
             assert not engine.costs.known
             reply = await world.post("/v1/completions", BODY, **PREMIUM)
             assert reply.status == 200

@@ -75,7 +75,7 @@ def test_a_decode_engine_that_was_started_as_kv_producer_is_named(
         world.d[0].engine_id, world.d[0].consumes = "d0", consumes
         async with world:
             engine = world.known(world.d[0])
-            await until(lambda: engine.asked_for_address, "it was asked")
+            await until(lambda: engine.handover_known, "it was asked")
             checks = world.d[0].health_checks
             await until(lambda: world.d[0].health_checks > checks + 3, "it is looked at")
             told = "" if consumes else "its kv_role is kv_producer"

@@ -31,8 +31,7 @@ from scheduler_plugins.router.policies.base import (
 from scheduler_plugins.router.policies.registry import DECODE, PREFILL, create
 from scheduler_plugins.router.routing.view import LiveView
 from scheduler_plugins.sim.links import Links, Network
-from scheduler_plugins.sim.node import Node, NodeSettings
-from scheduler_plugins.sim.view import ClusterView
+from scheduler_plugins.sim.node import ClusterView, Node, NodeSettings
 
 COSTS = CostModel(a=1e-3, d0=0.01, d1=1e-3, d2=1e-6)
 BLOCK = 16
@@ -64,7 +63,7 @@ class Live:
         metrics = Metrics()
         self.prefixes = Prefixes()
         self.engines = {
-            name: BackendEngine(name, role, metrics, costs=COSTS, told_block_tokens=BLOCK)
+            name: BackendEngine(name, role, metrics, costs=COSTS, reported_block_tokens=BLOCK)
             for name, role in ROLES.items()
         }
         for engine in self.engines.values():

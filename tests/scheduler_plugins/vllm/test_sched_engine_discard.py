@@ -130,7 +130,7 @@ def test_blocks_that_vllm_frees_later_are_spare_when_they_are_free() -> None:
     rig.add("holds", PROFILE + post(0) + words(7, BLOCK - 4), 3)
     rig.step()
     discard, held = rig.discard, _held(rig, "holds")
-    discard._found.clear()
+    discard._last_hits.clear()
     discard.ended(held, rig.cache.stored(rig.scheduler.requests["holds"]))
     rig.discard.make_room(8)
     assert len(_spare_blocks(rig)) == 7, "held, so not yet to be taken"

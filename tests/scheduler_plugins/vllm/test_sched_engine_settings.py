@@ -12,8 +12,8 @@ from sched_rig import Rig, words
 
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import ProfileError, save
-from scheduler_plugins.order.by_arrival import Fcfs
 from scheduler_plugins.order.srjf import SrjfCalibrated
+from scheduler_plugins.order.without_cost import Fcfs
 from scheduler_plugins.qos import live
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.qos.settings import cost_model_path, settings_path

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sched_connectors import Loads
 from sched_rig import BLOCK, Rig, words
 
-from scheduler_plugins.vllm.shape import StepShape, largest_share
+from scheduler_plugins.vllm.overtaking import StepShape, largest_share
 
 BUDGET = 64
 CLASSES = """scheduler:

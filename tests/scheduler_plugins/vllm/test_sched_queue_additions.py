@@ -146,23 +146,23 @@ def test_another_bound_holds_from_now_on() -> None:
 def test_the_last_block_that_a_waiting_request_finds_is_wanted() -> None:
     cached: set[object] = {"x"}
     queue = queue_of(request("a", 20, ("x", "y", "z")), cached=cached)
-    assert queue.prefix_index.wanted("x")
+    assert queue.prefix_index.ends_prefix("x")
     cached.update("yz")
     queue.prefix_index.added("yz")
     queue.refresh(1)
-    assert [queue.prefix_index.wanted(block) for block in "xyz"] == [False, False, True]
+    assert [queue.prefix_index.ends_prefix(block) for block in "xyz"] == [False, False, True]
     queue.remove("a")
-    assert not queue.prefix_index.wanted("z")
+    assert not queue.prefix_index.ends_prefix("z")
 
 
 def test_a_block_is_wanted_until_the_last_of_those_that_find_it_is_gone() -> None:
     cached: set[object] = {"x"}
     queue = queue_of(request("a", 9, ("x",)), request("b", 9, ("x",)), cached=cached)
     queue.remove("a")
-    assert queue.prefix_index.wanted("x")
+    assert queue.prefix_index.ends_prefix("x")
     queue.begin_scan()
     queue.pop()
-    assert not queue.prefix_index.wanted("x")
+    assert not queue.prefix_index.ends_prefix("x")
 
 
 def test_requests_of_no_class_belong_to_the_lowest() -> None:

@@ -12,7 +12,7 @@ from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.control.keys import new_key
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.check import examine
-from pd_connector.tools.cli.checks import drafts_together, pools_together
+from pd_connector.tools.cli.checks import configs_together
 from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.tools.cli.checks.transfer_config import KEYS, UNUSED
 
@@ -228,7 +228,7 @@ def test_engines_that_do_not_fit_together_are_told(
 )
 def test_engines_of_a_host_with_unlike_pools_are_told(one: object, two: object, said: str) -> None:
     engines = [("kv_both", {"pool": pool}) for pool in (one, two)]
-    found = [finding.found for finding in pools_together.together("file", engines)]
+    found = [finding.found for finding in configs_together.pools_together("file", engines)]
     assert [f"the engines name different {said}: on one host, " in text for text in found] == [
         True
     ] * bool(said)
@@ -385,5 +385,5 @@ def test_drafts_of_commands_in_one_file_are_told_apart(tmp_path: Path) -> None:
     file.write_text("script: |\n" + "".join(f"  {command}\n" for command in commands))
     _, *drafting = examine(str(file), {}).engines
     assert [json.loads(one.speculation)["model"] for one in drafting] == ["drafts/a", "drafts/a"]
-    found = list(drafts_together.together(examine(str(file), {}).engines))
+    found = list(configs_together.drafts_together(examine(str(file), {}).engines))
     assert len(found) == 2

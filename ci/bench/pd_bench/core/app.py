@@ -9,10 +9,10 @@ from typing import Annotated, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
+from pd_bench.command_output import exit_codes, noise_note, report
+from pd_bench.machine import Noise
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_connector.tools.output import Json
 
 BUDGET_MS = 1.0
@@ -58,8 +58,8 @@ def reshard(
     if tokens % _LONGEST_PAGE:
         raise typer.BadParameter(f"{tokens}: must be a multiple of {_LONGEST_PAGE}")
     comparisons, note = _measured(measure, tokens, runs, TP_SIZES, PAGE_SIZES)
-    flat = [one for one in comparisons if one.bar is not None]
-    pairs = [one for one in comparisons if one.bar is None]
+    flat = [row for row in comparisons if row.bar is not None]
+    pairs = [row for row in comparisons if row.bar is None]
     report([("torch", pairs), ("fastest", flat)], [note], json)
 
 
@@ -82,8 +82,8 @@ def overhead(json: Json = None) -> None:
     """
     from pd_bench.core.overhead import planning_overhead
 
-    found, note = _measured(planning_overhead)
-    spent = dict(zip(("producer", "consumer"), found, strict=True))
+    spent_each_ms, note = _measured(planning_overhead)
+    spent = dict(zip(("producer", "consumer"), spent_each_ms, strict=True))
     comparisons = [
         Comparison(
             "overhead", {"side": side}, Sample((spent_ms,)), Sample((BUDGET_MS,)), "ms", bar=1.0
@@ -112,10 +112,10 @@ def peers(json: Json = None) -> None:
     """
     from pd_bench.core.peers import MESSAGE_BUDGET_MS, REST_BUDGET_MS, measure
 
-    found, note = _measured(measure)
+    spent_ms_of, note = _measured(measure)
     spent = (
-        ("a second at rest", found.rest_ms, REST_BUDGET_MS),
-        ("a message", found.message_ms, MESSAGE_BUDGET_MS),
+        ("a second at rest", spent_ms_of.rest_ms, REST_BUDGET_MS),
+        ("a message", spent_ms_of.message_ms, MESSAGE_BUDGET_MS),
     )
     comparisons = [
         Comparison("peers", {"cost of": what}, Sample((ms,)), Sample((budget_ms,)), "ms", bar=1.0)

@@ -9,12 +9,12 @@ import msgspec
 import torch
 
 from pd_bench.core.overhead import planning_overhead
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.plan.chunks import plan
 from pd_connector.plan.route import routes
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 _LAYERS = 8
 _HEADS = 8
@@ -40,18 +40,18 @@ def measure(runs: int) -> list[Comparison]:
     Raises:
         BenchError: equal KV was found to differ.
     """
-    found = []
+    comparisons = []
     for name, (page_size, codec) in _SETUPS.items():
         compare, scatter, nbytes = _calls(page_size, codec)
         pairs = [(_rate(compare, nbytes), _rate(scatter, nbytes)) for _ in range(runs)]
         ours, written = (Sample(tuple(side)) for side in zip(*pairs, strict=True))
         params = {"cost of": "comparing", "chunks": name}
-        found.append(Comparison("audit", params, ours, written, "GB/s", more_is_better=True))
+        comparisons.append(Comparison("audit", params, ours, written, "GB/s", more_is_better=True))
     rounds = [(planning_overhead(audits=True)[1], planning_overhead()[1]) for _ in range(_ROUNDS)]
     with_, without = (Sample((statistics.median(side),)) for side in zip(*rounds, strict=True))
     params = {"cost of": "a request that is not audited", "chunks": "whole pages"}
-    found.append(Comparison("audit", params, with_, without, "ms"))
-    return found
+    comparisons.append(Comparison("audit", params, with_, without, "ms"))
+    return comparisons
 
 
 def _calls(page_size: int, codec: str) -> tuple[Callable[[], None], Callable[[], None], int]:
@@ -67,13 +67,13 @@ def _calls(page_size: int, codec: str) -> tuple[Callable[[], None], Callable[[],
         landed.append((route, chunk, chunk.pages(page_size), slot))
 
     def compare() -> None:
-        for one in landed:
-            if any(max(found.by_page) > 0.1 for found in destination.compare(*one)):
+        for pair in landed:
+            if any(max(difference.by_page) > 0.1 for difference in destination.compare(*pair)):
                 raise BenchError("equal KV was found to differ")
 
     def scatter() -> None:
-        for one in landed:
-            destination.scatter(*one)
+        for pair in landed:
+            destination.scatter(*pair)
 
     return compare, scatter, _TOKENS * _LAYERS * _HEADS * 2 * _DIM * 2
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.codec import CODECS, COMPILER, Elements, Part, Shape
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 SHAPE: Shape = (8, 512, 128)
 _BFLOAT16 = Elements("bfloat16")

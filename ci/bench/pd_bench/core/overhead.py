@@ -15,13 +15,13 @@ from pd_connector.protocol.consuming.consumer import Consumer
 from pd_connector.protocol.consuming.incoming import Action as ConsumerAction
 from pd_connector.protocol.consuming.incoming import (
     Finished,
+    IncomingChunk,
     Load,
-    PlaceChunk,
     ProducerSession,
     Tell,
 )
 from pd_connector.protocol.producing.outgoing import Action as ProducerAction
-from pd_connector.protocol.producing.outgoing import Offer, Reply, SendChunk
+from pd_connector.protocol.producing.outgoing import Offer, OutgoingChunk, Reply
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.header import ChunkHeader
@@ -91,8 +91,8 @@ class _LinkedMachines:
         load = Load(name, name, (self._peer,), b"identity", 0, tokens, pages, wait=False)
         self._produced(self._producer.offer, offer, _NOW)
         self._consumed(self._consumer.load, load, _NOW)
-        while send := self._timed("producer", self._producer.next_send):
-            self._deliver(send)
+        while chunk := self._timed("producer", self._producer.next_send):
+            self._deliver(chunk)
         assert self._finished
         assert self._producer.transfers == self._consumer.transfers == 0
         return self._spent_ns["producer"] / 1e6, self._spent_ns["consumer"] / 1e6
@@ -103,26 +103,26 @@ class _LinkedMachines:
         self._spent_ns[side] += time.thread_time_ns() - began
         return result
 
-    def _deliver(self, send: SendChunk) -> None:
-        chunk = send.chunk
-        nbytes = self._timed("producer", chunk.nbytes, send.route)
+    def _deliver(self, chunk: OutgoingChunk) -> None:
+        planned = chunk.planned
+        nbytes = self._timed("producer", planned.nbytes, chunk.route)
         header = ChunkHeader(
-            send.transfer,
+            chunk.transfer,
             1,
-            chunk.sequence,
-            send.identity,
-            chunk.route,
-            chunk.first_layer,
-            chunk.stop_layer,
-            chunk.first_token,
-            chunk.stop_token,
-            send.route.codec,
+            planned.sequence,
+            chunk.identity,
+            planned.route,
+            planned.first_layer,
+            planned.stop_layer,
+            planned.first_token,
+            planned.stop_token,
+            chunk.route.codec,
             nbytes,
             b"checksum",
         )
-        self._produced(self._producer.written, _SESSION, send.transfer, True, "")
+        self._produced(self._producer.written, _SESSION, chunk.transfer, True, "")
         payload = self._slot[:nbytes]
-        self._consumed(self._consumer.landings.landed, header, send.slot, payload, _NOW)
+        self._consumed(self._consumer.landings.landed, header, chunk.slot, payload, _NOW)
 
     def _produced(
         self, step: Callable[P, list[ProducerAction]], *args: P.args, **kwargs: P.kwargs
@@ -136,7 +136,7 @@ class _LinkedMachines:
     ) -> None:
         for action in self._timed("consumer", step, *args, **kwargs):
             match action:
-                case PlaceChunk():
+                case IncomingChunk():
                     self._consumed(self._consumer.landings.placed, action, None, "", _NOW)
                 case Tell(_, message):
                     self._produced(self._hear, message)

@@ -12,6 +12,7 @@ import msgspec
 import torch
 import zmq
 
+from pd_bench.report import BenchError
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Hold
 from pd_connector.config import Config
@@ -21,7 +22,6 @@ from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.transport.shm.address import ShmAddress
 from pd_connector.transport.shm.transport import ShmTransport
 
@@ -91,13 +91,13 @@ def measure(sessions: int = SESSIONS, waiting: int = WAITING, rest_s: float = _R
         time.sleep(rest_s)
         rest_ms = (_thread_ns(agent) - began) / 1e6 / rest_s
         began = _thread_ns(agent)
-        told = 0
+        outcomes = 0
         ours.send("ready")
         deadline = time.monotonic() + _PATIENCE_S
-        while told < waiting:
-            told += len(agent.outcomes())
+        while outcomes < waiting:
+            outcomes += len(agent.outcomes())
             if time.monotonic() > deadline:
-                raise BenchError(f"{told} of {waiting} requests were told that their KV comes")
+                raise BenchError(f"{outcomes} of {waiting} requests were told that their KV comes")
             time.sleep(0.005)
         return PeerCosts(rest_ms, (_thread_ns(agent) - began) / 1e6 / waiting)
     finally:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from pd_bench.report import BenchError, Comparison, Param
+from pd_bench.sample import Sample
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.plan.chunks import Chunk, plan
 from pd_connector.plan.route import Route, routes
-from pd_connector.tools.bench.report import BenchError, Comparison, Param
-from pd_connector.tools.bench.sample import Sample
 
 TP_SIZES = (1, 2, 4, 8)
 PAGE_SIZES = (16, 128)
@@ -134,7 +134,7 @@ def _measure(
             if comparison.params["pages"] == "resharded":
                 resharded.append(comparison)
         if len(resharded) > 1:
-            ordered = sorted(resharded, key=lambda one: one.ours.median)
+            ordered = sorted(resharded, key=lambda row: row.ours.median)
             slowest, fastest = ordered[0], ordered[-1]
             params = {**slowest.params, "tp": f"{slowest.params['tp']} / {fastest.params['tp']}"}
             yield Comparison(

@@ -6,19 +6,19 @@ Everything runs in the same two processes, one contender after the other, with t
 Received KV is verified after each run, outside the measured time.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pd_bench.harness import NIXL, require
 from pd_bench.kernels.caches import MODELS, Model
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison, Param
-from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.bench.wire.measure import Say, WireFindings
-from pd_connector.tools.bench.wire.pair import PartyProcess, WirePair, WireRun
+from pd_bench.machine import Noise
+from pd_bench.report import BenchError, Comparison, Param
+from pd_bench.sample import Sample
+from pd_bench.wire.measure import Say, WireFindings
+from pd_bench.wire.pair import PartyProcess, WirePair, WireRun
 from pd_connector.tools.launch import Family
 
 CODECS = ("raw", "fp8_e4m3", "int8")
@@ -73,13 +73,13 @@ class GpuBench:
         self._check_possible()
         with GpuPair(self.devices) as pair:
             noise = Noise(pair.pids)
-            found = [
+            comparisons = [
                 comparison
                 for model in self.models
                 for tokens in self.prompt_tokens
                 for comparison in self._measure(pair, model, tokens, say)
             ]
-            return WireFindings([(_BASELINE, found)], noise.cores())
+            return WireFindings([(_BASELINE, comparisons)], noise.cores())
 
     def notes(self) -> list[str]:
         """Notes that a reader of the table must know."""
@@ -94,12 +94,7 @@ class GpuBench:
         return [f"GPU: {names[0]}, CUDA {torch.version.cuda}, {where}"]
 
     def _check_possible(self) -> None:
-        for module, mend in (
-            ("nixl", "pip install 'pd-connector[nixl]'"),
-            ("triton", "every engine for GPUs brings it"),
-        ):
-            if importlib.util.find_spec(module) is None:
-                raise BenchError(f"{module} is not installed: {mend}")
+        require(NIXL, ("triton", "every engine for GPUs brings it"))
         import torch
 
         count = torch.cuda.device_count() if self.on_gpu else 0
@@ -111,7 +106,7 @@ class GpuBench:
                 )
 
     def _measure(self, pair: WirePair, model: Model, tokens: int, say: Say) -> list[Comparison]:
-        found: dict[str, list[WireRun]] = {}
+        by_contender: dict[str, list[WireRun]] = {}
         for contender in (_BASELINE, *self.codecs, _BASELINE):
             pair.open(_kind(contender), self._settings(model, tokens, contender))
             for number in range(self.warm_ups + self.runs):
@@ -122,12 +117,12 @@ class GpuBench:
                     f"{model.name}, {tokens:,} tokens, {contender}, {label}: {run.seconds * 1e3:.2f} ms"
                 )
                 if not warming:
-                    found.setdefault(contender, []).append(run)
+                    by_contender.setdefault(contender, []).append(run)
             pair.close()
         return [
             comparison
             for codec in self.codecs
-            for comparison in self._compare(model, tokens, codec, found)
+            for comparison in self._compare(model, tokens, codec, by_contender)
         ]
 
     def _settings(self, model: Model, tokens: int, contender: str) -> dict[str, Any]:
@@ -142,13 +137,14 @@ class GpuBench:
         return {"model": model._asdict(), "tokens": tokens, **given}
 
     def _compare(
-        self, model: Model, tokens: int, codec: str, found: Mapping[str, Sequence[WireRun]]
+        self, model: Model, tokens: int, codec: str, by_contender: Mapping[str, Sequence[WireRun]]
     ) -> list[Comparison]:
         params: dict[str, Param] = {"model": model.name, "tokens": tokens, "codec": codec}
 
         def samples(figure: Callable[[WireRun], float]) -> tuple[Sample, Sample]:
             ours, baseline = (
-                Sample(tuple(map(figure, found[contender]))) for contender in (codec, _BASELINE)
+                Sample(tuple(map(figure, by_contender[contender])))
+                for contender in (codec, _BASELINE)
             )
             return ours, baseline
 

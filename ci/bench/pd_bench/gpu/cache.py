@@ -11,7 +11,7 @@ from pd_bench.kernels.caches import Model
 from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.pages.layer import LayerPages
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.tools.bench.wire.cache import LOSSY_ERROR
+from pd_connector.tools.wire import LOSSY_ERROR
 
 PAGE_TOKENS = 16
 _SHIFT = 977
@@ -89,11 +89,11 @@ class GpuCache:
             bases: address of each layer.
         """
         offsets = np.arange(self.page_count, dtype=np.uint64) * np.uint64(self.page_bytes)
-        found = np.empty((len(bases), self.page_count, 3), np.uint64)
-        found[:, :, 0] = np.asarray(bases, np.uint64)[:, None] + offsets
-        found[:, :, 1] = self.page_bytes
-        found[:, :, 2] = device
-        return found.reshape(-1, 3)
+        table = np.empty((len(bases), self.page_count, 3), np.uint64)
+        table[:, :, 0] = np.asarray(bases, np.uint64)[:, None] + offsets
+        table[:, :, 1] = self.page_bytes
+        table[:, :, 2] = device
+        return table.reshape(-1, 3)
 
     def wipe(self) -> None:
         for layer in self.layers:
@@ -110,14 +110,14 @@ class GpuCache:
         theirs, mine = self.tables["producer"], self.tables["consumer"]
         tail = self.tokens - (self.page_count - 1) * PAGE_TOKENS
         for number, layer in enumerate(self.layers):
-            wanted, found = self._values(number)[theirs], layer[mine]
-            for pages in (wanted, found):  # the slots after the prompt belong to no token
+            expected, actual = self._values(number)[theirs], layer[mine]
+            for pages in (expected, actual):  # the slots after the prompt belong to no token
                 pages[-1, :, tail:] = 0
             if not lossy:
-                if not torch.equal(found, wanted):
+                if not torch.equal(actual, expected):
                     return f"layer {number} differs"
                 continue
-            exact, off = wanted.float(), found.float() - wanted.float()
+            exact, off = expected.float(), actual.float() - expected.float()
             error = float((off.square().sum((1, 2, 3)) / exact.square().sum((1, 2, 3))).max())
             if not error**0.5 <= LOSSY_ERROR:
                 return f"layer {number}: a page has a relative error of {error**0.5:.3f}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pd_bench.gpu.cache import GpuCache
-from pd_connector.tools.bench.wire.movers import MoveError
+from pd_connector.tools.wire import MoveError
 from pd_connector.transport.nixl.library import import_nixl, persistently
 
 _BACKEND = "UCX"
@@ -69,8 +69,8 @@ class Endpoint:
 
     def notes(self) -> list[bytes]:
         """The peer's notes since the last call."""
-        found = self.nixl.get_new_notifs([_BACKEND])
-        return [note for notes in found.values() for note in notes]
+        received = self.nixl.get_new_notifs([_BACKEND])
+        return [note for notes in received.values() for note in notes]
 
     def ended(self, handle: Any) -> bool:
         """Whether a transfer has ended; an ended transfer is forgotten. This call also sends a write's note. Raises

@@ -14,10 +14,11 @@ import torch
 
 from pd_bench.gpu.cache import GpuCache
 from pd_bench.gpu.endpoint import Endpoint
+from pd_bench.wire.movers import Mover
 from pd_connector.pages.kernel_pages import KernelPages
 from pd_connector.plan.chunks import Chunk, chunk_limit, plan
 from pd_connector.plan.route import routes
-from pd_connector.tools.bench.wire.movers import TIMEOUT_S, MoveError, Mover
+from pd_connector.tools.wire import TIMEOUT_S, MoveError
 from pd_kernels.transfer import finish
 
 _GO = b"go"

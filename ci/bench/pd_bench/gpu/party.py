@@ -9,8 +9,8 @@ import torch
 from pd_bench.gpu.cache import GpuCache
 from pd_bench.gpu.movers import Collated, PerPage
 from pd_bench.kernels.caches import Model
-from pd_connector.tools.bench.party import Party, obey
-from pd_connector.tools.bench.wire.movers import Ours
+from pd_bench.party import Party, obey
+from pd_connector.tools.wire import WireAgent
 
 
 class GpuParty(Party):
@@ -31,7 +31,7 @@ class GpuParty(Party):
         if kind == "pages":
             self.mover = PerPage(self._role, cache)
         elif kind == "agent":
-            self.mover = Ours(self._role, cache, settings["config"])
+            self.mover = WireAgent(self._role, cache, settings["config"])
         else:
             self.mover = Collated(
                 self._role,

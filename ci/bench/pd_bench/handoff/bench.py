@@ -18,12 +18,12 @@ from pd_bench.handoff.line_up import LineUp
 from pd_bench.handoff.measure import TurnMeasurement
 from pd_bench.handoff.pair import PairSetup
 from pd_bench.model import MADE_UP_WEIGHTS, write_model
+from pd_bench.netns import Bed
+from pd_bench.report import BenchError
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
-from pd_connector.tools.launch.netns import Bed
 from pd_connector.tools.launch.service import log_folder
 
 
@@ -59,7 +59,7 @@ class HandoffBench:
         baselines = self.line_up.baselines_of(self.ours)
         if self.link_mbit is None:
             return [[*baselines, *self.ours]]
-        return [[one] for one in (*baselines, *self.ours, baselines[0])]
+        return [[contender] for contender in (*baselines, *self.ours, baselines[0])]
 
     def measure(self, console: Console) -> HandoffFindings:
         """Measure everything. At the end no engine and no namespace is left, whatever happens.
@@ -85,7 +85,11 @@ class HandoffBench:
                         raise
                     failures[names] = str(error)
                     console.print(f"{names} failed: {error}", style="red", markup=False)
-        if all(series.contender.is_baseline for one in measured for series in one.series):
+        if all(
+            series.contender.is_baseline
+            for pairs_measured in measured
+            for series in pairs_measured.series
+        ):
             raise BenchError("; ".join(f"{name}: {reason}" for name, reason in failures.items()))
         return findings(measured, failures)
 

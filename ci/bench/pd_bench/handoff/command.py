@@ -12,13 +12,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import NOT_MEASURED, exit_codes, noise_note, report
 from pd_bench.handoff import cross, ray, sglang, vllm
 from pd_bench.handoff.bench import HandoffBench
 from pd_bench.handoff.contender import Contender, Contenders
 from pd_bench.handoff.findings import HandoffFindings
-from pd_connector.tools.bench.report import BenchError
-from pd_connector.tools.cli.bench_report import NOT_MEASURED, exit_codes, noise_note, report
-from pd_connector.tools.launch.netns import available
+from pd_bench.netns import available
+from pd_bench.report import BenchError
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
@@ -169,28 +169,28 @@ def _handoff_on_gpu(
 
     for name in codecs or ():
         if name not in (*gpu.CODECS, *gpu.AGENTS):
-            known = ", ".join((*gpu.CODECS, *gpu.AGENTS))
-            raise typer.BadParameter(f"{name!r}: must be one of {known}", param_hint="--ours")
+            names = ", ".join((*gpu.CODECS, *gpu.AGENTS))
+            raise typer.BadParameter(f"{name!r}: must be one of {names}", param_hint="--ours")
     lengths = prompt_tokens or gpu.PROMPT_TOKENS
     bench = gpu.GpuBench(devices, codecs or gpu.CODECS, lengths, runs, warm_ups)
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
-        found = bench.measure(lambda line: stderr.print(line, markup=False, highlight=False))
-        notes = [*bench.notes(), noise_note(found.others_cores)]
-    report(found.tables, notes, json)
+        measured = bench.measure(lambda line: stderr.print(line, markup=False, highlight=False))
+        notes = [*bench.notes(), noise_note(measured.others_cores)]
+    report(measured.tables, notes, json)
 
 
 def _devices(names: Sequence[str] | None) -> tuple[str, str]:
     """The devices of the producer and the consumer."""
-    found = list(names or ["cuda:0"])
-    for name in found:
+    devices = list(names or ["cuda:0"])
+    for name in devices:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
             problem = f"{name!r}: must be cuda, cuda:1 or the like, or cpu"
             raise typer.BadParameter(problem, param_hint="--device")
-    if len(found) > 2 or len({name.partition(":")[0] for name in found}) > 1:
-        problem = f"{found}: must be one, or the producer's and the consumer's, of one kind"
+    if len(devices) > 2 or len({name.partition(":")[0] for name in devices}) > 1:
+        problem = f"{devices}: must be one, or the producer's and the consumer's, of one kind"
         raise typer.BadParameter(problem, param_hint="--device")
-    return found[0], found[-1]
+    return devices[0], devices[-1]
 
 
 def _handoff_on_ray(
@@ -206,26 +206,26 @@ def _handoff_on_ray(
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
         _check(bench.problem(), over_link=True)
-        found = bench.measure(lambda line: stderr.print(line, markup=False, highlight=False))
-    capacity = f"{found[0].capacity:.2f} requests/s, the baseline's capacity"
+        measured = bench.measure(lambda line: stderr.print(line, markup=False, highlight=False))
+    capacity = f"{measured[0].capacity:.2f} requests/s, the baseline's capacity"
     notes = [
         f"link: {link_mbit:,.0f} Mbit/s each way, between two Ray nodes in network namespaces",
         f"requests: answered a second while {ray.AT_ONCE} are under way",
         f"load {ray.LOAD:g}: of {capacity}",
-        noise_note(max(one.others_cores for one in found)),
+        noise_note(max(application.others_cores for application in measured)),
     ]
-    report([(ray.BASELINE.name, ray.compared(found))], notes, json)
+    report([(ray.BASELINE.name, ray.compared(measured))], notes, json)
 
 
 def _chosen(
-    names: Sequence[str] | None, known: Contenders, default: Sequence[str]
+    names: Sequence[str] | None, contenders: Contenders, default: Sequence[str]
 ) -> list[Contender]:
     for name in names or ():
-        if name not in known:
+        if name not in contenders:
             raise typer.BadParameter(
-                f"{name!r}: must be one of {', '.join(known)}", param_hint="--ours"
+                f"{name!r}: must be one of {', '.join(contenders)}", param_hint="--ours"
             )
-    return [known[name] for name in dict.fromkeys(names or default)]
+    return [contenders[name] for name in dict.fromkeys(names or default)]
 
 
 def _check_possible(bench: HandoffBench) -> None:
@@ -250,10 +250,10 @@ def _notes(bench: HandoffBench, findings: HandoffFindings) -> list[str]:
         notes.append(
             f"link: {bench.link_mbit:,.0f} Mbit/s each way, between two network namespaces"
         )
-    rest = {one.contender.name: one for one in findings.series}
-    for name, one in rest.items():
-        frozen = " (spins: frozen while others were measured)" if one.frozen else ""
-        notes.append(f"cores that {name}'s engines use at rest: {one.rest_cores:.2f}{frozen}")
+    rest = {series.contender.name: series for series in findings.series}
+    for name, series in rest.items():
+        frozen = " (spins: frozen while others were measured)" if series.frozen else ""
+        notes.append(f"cores that {name}'s engines use at rest: {series.rest_cores:.2f}{frozen}")
     notes.append(noise_note(findings.others_cores))
     notes += [f"NOT MEASURED: {name}: {reason}" for name, reason in findings.failures.items()]
     if findings.drift:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from pd_connector.tools.bench.report import Param
+from pd_bench.report import Param
 
 Setting = str | int | float | bool | Sequence[str]
 Bars = Mapping[int, float]

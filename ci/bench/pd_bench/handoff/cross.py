@@ -20,6 +20,8 @@ from pd_bench.handoff import sglang, vllm
 from pd_bench.handoff.contender import Bars, Contender, by_name
 from pd_bench.handoff.line_up import LineUp
 from pd_bench.handoff.pair import Pair, PairSetup
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError
 from pd_connector.protocol.wire.params import (
     ProducerAddress,
     decode_params,
@@ -27,10 +29,8 @@ from pd_connector.protocol.wire.params import (
     parse_address,
     prefill_params,
 )
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Client, Service, VllmEngine
 from pd_connector.tools.launch.engine import Role
-from pd_connector.tools.launch.netns import Namespace
 from pd_connector.tools.launch.sglang import SglangEngine, SglangRole
 
 Kind = Literal["vLLM", "SGLang"]
@@ -86,8 +86,8 @@ class VllmSide(Side):
 
     def whereabouts(self) -> Whereabouts:
         body = self._body([1], "", 1, describe_params())
-        told = self.client.post(_COMPLETIONS, body).get("kv_transfer_params")
-        return _whereabouts(self.engine, told, None)
+        params = self.client.post(_COMPLETIONS, body).get("kv_transfer_params")
+        return _whereabouts(self.engine, params, None)
 
     def prefill(self, prompt: Sequence[int], room: int, salt: str, where: Whereabouts) -> float:
         self.client.post(_COMPLETIONS, self._body(prompt, salt, 1, prefill_params(str(room))))
@@ -183,7 +183,7 @@ class CrossPair(Pair):
         """Engines of these kinds, not started."""
         assert isinstance(contender, CrossContender)
         namespaces = stage.namespaces or (None, None)
-        peers = [one.address for one in namespaces if one is not None]
+        peers = [space.address for space in namespaces if space is not None]
 
         def side(index: int, role: SglangRole) -> Side:
             name, namespace = f"{contender.name} {role}", namespaces[index]
@@ -210,12 +210,12 @@ class CrossPair(Pair):
         self._check_none_failed(_FAILURES)
 
 
-def _whereabouts(engine: Service, told: object, port: int | None) -> Whereabouts:
+def _whereabouts(engine: Service, params: object, port: int | None) -> Whereabouts:
     """The addresses that an engine tells. Without a registry's `port`, an SGLang engine is given the control port of
     one rank."""
-    address = parse_address(told)
+    address = parse_address(params)
     if address is None:
-        raise BenchError(f"{engine.name} does not report where it hands KV over: {told}")
+        raise BenchError(f"{engine.name} does not report where it hands KV over: {params}")
     return Whereabouts(address, (address.host, port or address.port))
 
 

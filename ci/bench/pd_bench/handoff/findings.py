@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pd_bench.flow import Run
 from pd_bench.handoff.contender import Contender
 from pd_bench.handoff.receiving import Receiving
-from pd_connector.tools.bench.report import Comparison, Param
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.report import Comparison, Param
+from pd_bench.sample import Sample
 
 TOKEN_RATE_BAR = 0.95
 """Least share of the baseline's token rate that a decode engine must keep while it receives."""
@@ -57,7 +57,7 @@ class HandoffFindings:
     @property
     def comparisons(self) -> list[Comparison]:
         """The comparisons of all tables."""
-        return [one for _, several in self.tables for one in several]
+        return [row for _, several in self.tables for row in several]
 
 
 def findings(
@@ -71,21 +71,21 @@ def findings(
     Raises:
         ValueError: a baseline or ours is missing.
     """
-    series = [found for one in measured for found in one.series]
-    baselines = [found.runs for found in series if found.contender.is_baseline]
-    ours = [found for found in series if not found.contender.is_baseline]
+    series = [each for pairs in measured for each in pairs.series]
+    baselines = [each.runs for each in series if each.contender.is_baseline]
+    ours = [each for each in series if not each.contender.is_baseline]
     if not baselines or not ours:
         raise ValueError("findings need measurements of a baseline and of ours")
-    others = {found.contender.name: found.contender for found in series}
+    others = {each.contender.name: each.contender for each in series}
     tables = [(name, _compare_all(ours, name, series)) for name in others]
-    first = next(found.contender for found in series if found.contender.is_baseline)
-    repeated = [found.runs for found in series if found.contender == first]
+    first = next(each.contender for each in series if each.contender.is_baseline)
+    repeated = [each.runs for each in series if each.contender == first]
     return HandoffFindings(
         [(name, comparisons) for name, comparisons in tables if comparisons],
         series,
-        sum(one.restless for one in measured),
-        max(one.others_cores for one in measured),
-        _unlike([found.runs for found in series]),
+        sum(pairs.restless for pairs in measured),
+        max(pairs.others_cores for pairs in measured),
+        _unlike([each.runs for each in series]),
         _drift(repeated[0], repeated[-1]) if len(repeated) > 1 else {},
         failures or {},
     )
@@ -93,15 +93,15 @@ def findings(
 
 def _compare_all(ours: Sequence[Series], other: str, series: Sequence[Series]) -> list[Comparison]:
     """Those of ours to compare with this contender, which may have been measured twice."""
-    against = [found for found in series if found.contender.name == other]
-    compared = [one for one in ours if other in one.contender.against]
-    found = [
-        _compare(what, tokens, one, against, _bar(what, tokens, one.contender, other, series))
+    against = [each for each in series if each.contender.name == other]
+    compared = [mine for mine in ours if other in mine.contender.against]
+    rows = [
+        _compare(what, tokens, mine, against, _bar(what, tokens, mine.contender, other, series))
         for tokens in against[0].runs
         for what in ("handoff", "prefill")
-        for one in compared
+        for mine in compared
     ]
-    return found + [row for one in compared for row in _compare_receiving(one, against)]
+    return rows + [row for mine in compared for row in _compare_receiving(mine, against)]
 
 
 def _bar(
@@ -111,7 +111,7 @@ def _bar(
     if what != "handoff":
         return None
     if ours.slowest:
-        measured = {found.contender.name for found in series} & set(ours.against)
+        measured = {each.contender.name for each in series} & set(ours.against)
         medians = {
             name: _sample(what, tokens, [f for f in series if f.contender.name == name]).median
             for name in measured
@@ -123,7 +123,7 @@ def _bar(
 
 def _sample(what: str, tokens: int, series: Sequence[Series]) -> Sample:
     """A figure of all runs of these series, in milliseconds."""
-    runs = [run for one in series for run in one.runs[tokens]]
+    runs = [run for each in series for run in each.runs[tokens]]
     return Sample(tuple(getattr(run, f"{what}_s") for run in runs)).scaled(1e3)
 
 
@@ -136,13 +136,13 @@ def _compare(
 
 
 def _compare_receiving(ours: Series, against: Sequence[Series]) -> list[Comparison]:
-    theirs = [one.receiving for one in against if one.receiving]
+    theirs = [other.receiving for other in against if other.receiving]
     if ours.receiving is None or not theirs:
         return []
     tokens = max(ours.runs)
     params: dict[str, Param] = {"prompt_tokens": tokens, **ours.contender.params}
-    cpu = Sample(tuple(value for one in theirs for value in one.cpu_s_per_gb))
-    rate = Sample(tuple(value for one in theirs for value in one.tokens_per_s))
+    cpu = Sample(tuple(value for other in theirs for value in other.cpu_s_per_gb))
+    rate = Sample(tuple(value for other in theirs for value in other.tokens_per_s))
     bar = TOKEN_RATE_BAR if against[0].contender.is_baseline else None
     return [
         Comparison("CPU per GB", params, Sample(ours.receiving.cpu_s_per_gb), cpu, "s"),
@@ -155,7 +155,7 @@ def _unlike(all_runs: Sequence[Runs]) -> int:
     return sum(
         len({run.text for run in runs}) > 1
         for tokens in all_runs[0]
-        for runs in zip(*(found[tokens] for found in all_runs), strict=True)
+        for runs in zip(*(by_tokens[tokens] for by_tokens in all_runs), strict=True)
     )
 
 

@@ -34,5 +34,5 @@ class LineUp:
 
     def baselines_of(self, chosen: Sequence[Contender]) -> list[Contender]:
         """The baselines with which any of these is compared."""
-        wanted = {name for contender in chosen for name in contender.against}
-        return [baseline for name, baseline in self.baselines.items() if name in wanted]
+        names = {name for contender in chosen for name in contender.against}
+        return [baseline for name, baseline in self.baselines.items() if name in names]

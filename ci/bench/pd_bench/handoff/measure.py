@@ -17,7 +17,7 @@ from pd_bench.flow import Run
 from pd_bench.handoff.findings import MeasuredPairs, Series
 from pd_bench.handoff.pair import Pair, Prompts
 from pd_bench.handoff.receiving import Receiving, measure_receiving
-from pd_connector.tools.bench.machine import Noise
+from pd_bench.machine import Noise
 
 SPINNING_CORES = 0.2
 """A pair that uses more cores than this at rest polls. A pair that waits uses a hundredth of a core."""
@@ -69,7 +69,10 @@ class TurnMeasurement:
         series = [
             Series(
                 pair.contender,
-                {tokens: [runs[index] for runs in found] for tokens, found in rounds.items()},
+                {
+                    tokens: [runs[index] for runs in runs_of_round]
+                    for tokens, runs_of_round in rounds.items()
+                },
                 self._rest_cores[index],
                 self._freezes(index),
                 receiving[index],
@@ -80,7 +83,7 @@ class TurnMeasurement:
 
     def _rounds(self, tokens: int) -> list[list[Run]]:
         """Measured rounds, each with a run of every pair."""
-        found = []
+        rounds = []
         for number in range(self._warm_ups + self._runs):
             prompt, salt = self._prompts.make(tokens), uuid.uuid4().hex
             runs = [self._run(index, prompt, salt) for index in range(len(self._pairs))]
@@ -92,8 +95,8 @@ class TurnMeasurement:
             )
             self._say(f"{tokens:,} tokens, {label}: {times}")
             if not warming:
-                found.append(runs)
-        return found
+                rounds.append(runs)
+        return rounds
 
     def _run(self, index: int, prompt: Sequence[int], salt: str) -> Run:
         return self._turn(index).run(prompt, salt)
@@ -123,7 +126,7 @@ class TurnMeasurement:
     def _look(self) -> list[float]:
         """Cores that each pair uses with nothing to do. The other pairs are frozen meanwhile: two polling pairs would
         share the cores, and neither would show what it uses alone."""
-        found = []
+        cores = []
         for pair in self._pairs:
             for other in self._pairs:
                 if other is not pair:
@@ -131,10 +134,10 @@ class TurnMeasurement:
             pair.resume()
             before, started = pair.cpu_seconds(), time.monotonic()
             time.sleep(LOOK_S)
-            found.append((pair.cpu_seconds() - before) / (time.monotonic() - started))
+            cores.append((pair.cpu_seconds() - before) / (time.monotonic() - started))
         for pair in self._pairs:
             pair.resume()
-        return found
+        return cores
 
     def _rest(self) -> None:
         """Wait until every engine is idle."""

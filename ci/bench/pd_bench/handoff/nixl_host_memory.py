@@ -35,5 +35,5 @@ def with_plugin(folder: Path) -> dict[str, str]:
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(_METADATA)
     (info / "entry_points.txt").write_text(_ENTRY_POINT)
-    known = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{known}" if known else str(folder)}
+    path_before = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{path_before}" if path_before else str(folder)}

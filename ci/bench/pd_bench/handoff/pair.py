@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pd_bench.flow import Run
 from pd_bench.handoff.contender import Contender
-from pd_connector.tools.bench.machine import cpu_seconds
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.harness import Processes
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError
 from pd_connector.tools.launch import Client, Samples, Service
-from pd_connector.tools.launch.netns import Namespace
 
 _POOL_TEXT = "In the beginning nobody knew what the seven quiet machines were counting, or why. "
 
@@ -58,20 +58,17 @@ class Pair(ABC):
     def __init__(self, contender: Contender, prefill: Service, decode: Service) -> None:
         self.contender = contender
         self.engines = (prefill, decode)
-        self._pids: list[int] = []
+        self._processes = Processes(lambda: self.engines)
         self._before = Samples()
 
     @property
     def pids(self) -> list[int]:
         """Processes of both engines, as they were when the pair became ready."""
-        if not self._pids:
-            families = [engine.family for engine in self.engines if engine.family]
-            self._pids = [process.pid for family in families for process in family.members()]
-        return self._pids
+        return self._processes.pids
 
     def cpu_seconds(self) -> float:
         """CPU time used by both engines."""
-        return cpu_seconds(self.pids)
+        return self._processes.cpu_seconds()
 
     def pause(self) -> None:
         """Freeze both engines. Harmless to repeat."""

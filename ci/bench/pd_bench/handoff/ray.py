@@ -8,12 +8,10 @@ time to the first token is the part after the prefill.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 import secrets
 import string
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +19,14 @@ from typing import Any, NamedTuple
 
 from pd_bench.handoff.contender import Contender, by_name
 from pd_bench.handoff.ray_stack import OURS, RAYS, RayStack
+from pd_bench.harness import NIXL, missing_module, wait_for
+from pd_bench.machine import Noise
 from pd_bench.model import write_model
+from pd_bench.netns import Bed, Namespace
+from pd_bench.report import BenchError, Comparison, Param
+from pd_bench.sample import Sample
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.trace import TimedRequest
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison, Param
-from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.launch.netns import Bed, Namespace
 from pd_connector.tools.launch.service import log_folder
 
 BASELINE = Contender("NixlConnector", "NixlConnector")
@@ -99,13 +98,9 @@ class RayBench:
 
     def problem(self) -> str:
         """Why nothing can be measured here, with advice; empty if it can."""
-        for module, mend in (
-            ("ray", "use an environment that has it: pip install 'pd-connector[ray]'"),
-            ("nixl", "the baseline needs it: pip install 'pd-connector[nixl]'"),
-        ):
-            if importlib.util.find_spec(module) is None:
-                return f"{module} is not installed: {mend}"
-        return ""
+        return missing_module(
+            ("ray", "use an environment that has it: pip install 'pd-connector[ray]'"), NIXL
+        )
 
     def measure(self, say: Say) -> list[RayMeasured]:
         """Measure everything, the baseline first. At the end no process and no namespace is left.
@@ -152,16 +147,18 @@ class RayBench:
         noise = Noise(stack.pids)
         runs: dict[int, list[TimedAnswer]] = {}
         for tokens in self.prompt_tokens:
-            found = [self._run(stack, tokens) for _ in range(self.warm_ups + self.runs)]
-            runs[tokens] = found[self.warm_ups :]
-            times = ", ".join(f"{one.ttft_s:.2f} ({one.after_s:.2f})" for one in runs[tokens])
+            answered = [self._run(stack, tokens) for _ in range(self.warm_ups + self.runs)]
+            runs[tokens] = answered[self.warm_ups :]
+            times = ", ".join(
+                f"{answer.ttft_s:.2f} ({answer.after_s:.2f})" for answer in runs[tokens]
+            )
             say(f"{contender.name}, {tokens:,} tokens: {times} s")
         client = stack.serve.client
         model = client.model()
         rate, answers = completion_rate(client, model, self._requests(1.0), AT_ONCE)
         say(f"{contender.name}: {rate:.2f} requests/s with {AT_ONCE} under way")
         loaded = send(client, model, self._requests(LOAD * (capacity or rate)))
-        failures = [one.failure for one in (*answers, *loaded) if one.failure]
+        failures = [answer.failure for answer in (*answers, *loaded) if answer.failure]
         if failures:
             raise BenchError(
                 f"{contender.name}: {len(failures)} requests failed, one of them: {failures[0]}; see "
@@ -172,20 +169,25 @@ class RayBench:
 
     def _check(self, contender: Contender, stack: RayStack) -> None:
         """Verify that all prompts' KV came over the link."""
-        deadline = time.monotonic() + _REPORT_TIMEOUT_S
-        while True:
+
+        def counts() -> tuple[float, float]:
             samples = stack.head.metrics()
             fetched = samples.total(_PROMPT_TOKENS, source="external_kv_transfer")
-            failed = samples.total(_FAILED)
-            if not failed and fetched >= 0.95 * self._sent_tokens:
-                return
-            if time.monotonic() > deadline:
-                raise BenchError(
-                    f"{contender.name}: the decode engine fetched {fetched:.0f} of "
-                    f"{self._sent_tokens} prompt tokens ({failed:.0f} transfers failed): its times "
-                    f"are not those of a handoff. See {stack.head.folder}"
-                )
-            time.sleep(0.5)
+            return fetched, samples.total(_FAILED)
+
+        def came() -> bool | None:
+            fetched, failed = counts()
+            return True if not failed and fetched >= 0.95 * self._sent_tokens else None
+
+        def problem() -> str:
+            fetched, failed = counts()
+            return (
+                f"{contender.name}: the decode engine fetched {fetched:.0f} of "
+                f"{self._sent_tokens} prompt tokens ({failed:.0f} transfers failed): its times "
+                f"are not those of a handoff. See {stack.head.folder}"
+            )
+
+        wait_for(came, _REPORT_TIMEOUT_S, problem, 0.5)
 
     def _run(self, stack: RayStack, tokens: int) -> TimedAnswer:
         """One request, alone."""
@@ -194,28 +196,27 @@ class RayBench:
         (answer,) = send(stack.serve.client, stack.serve.client.model(), [request])
         if answer.failure:
             raise BenchError(f"a request failed: {answer.failure}; see {stack.serve.log_path}")
-        deadline = time.monotonic() + _REPORT_TIMEOUT_S
-        while True:
-            found = stack.prefills_s()
-            if len(found) == before + 1:
-                return TimedAnswer(answer.ttft_s, found[-1])
-            if time.monotonic() > deadline:
-                raise BenchError(
-                    f"the prefill replica has not logged a request of {tokens} tokens within "
-                    f"{_REPORT_TIMEOUT_S:.0f} s: the decode replica computed it itself; see "
-                    f"{stack.head.folder}"
-                )
-            time.sleep(0.1)
+        problem = (
+            f"the prefill replica has not logged a request of {tokens} tokens within "
+            f"{_REPORT_TIMEOUT_S:.0f} s: the decode replica computed it itself; see {stack.head.folder}"
+        )
+
+        def logged() -> float | None:
+            prefills_s = stack.prefills_s()
+            return prefills_s[-1] if len(prefills_s) == before + 1 else None
+
+        prefill_s = wait_for(logged, _REPORT_TIMEOUT_S, lambda: problem, 0.1)
+        return TimedAnswer(answer.ttft_s, prefill_s)
 
     def _requests(self, per_s: float) -> list[TimedRequest]:
         """All lengths in turn, at random times, `per_s` requests a second."""
         moves = random.Random(LOADED)
-        at_s, found = 0.0, []
+        at_s, requests = 0.0, []
         for number in range(LOADED):
             tokens = self.prompt_tokens[number % len(self.prompt_tokens)]
-            found.append(TimedRequest(at_s, self._prompt(tokens), ANSWER_TOKENS))
+            requests.append(TimedRequest(at_s, self._prompt(tokens), ANSWER_TOKENS))
             at_s += moves.expovariate(per_s)
-        return found
+        return requests
 
     def _prompt(self, tokens: int) -> str:
         """A prompt of `tokens` tokens. Each letter is a token of the served model, which adds a first one."""
@@ -227,7 +228,7 @@ class RayBench:
 def compared(measured: Sequence[RayMeasured]) -> list[Comparison]:
     """Ours beside the baseline, which is the first."""
     baseline, *ours = measured
-    return [row for one in ours for row in _rows(one, baseline)]
+    return [row for application in ours for row in _rows(application, baseline)]
 
 
 def _rows(ours: RayMeasured, baseline: RayMeasured) -> list[Comparison]:
@@ -241,12 +242,15 @@ def _rows(ours: RayMeasured, baseline: RayMeasured) -> list[Comparison]:
             ("prefill", "prefill_s", None),
         ):
             mine, theirs = (
-                _ms([getattr(run, part) for run in one.runs[tokens]]) for one in (ours, baseline)
+                _ms([getattr(run, part) for run in application.runs[tokens]])
+                for application in (ours, baseline)
             )
             rows.append(Comparison(name, params, mine, theirs, "ms", bar))
-    mine, theirs = (_ms([answer.ttft_s for answer in one.loaded]) for one in (ours, baseline))
+    mine, theirs = (
+        _ms([answer.ttft_s for answer in application.loaded]) for application in (ours, baseline)
+    )
     rows.append(Comparison("first token", {"load": LOAD, **codec}, mine, theirs, "ms"))
-    mine, theirs = (Sample((one.capacity,)) for one in (ours, baseline))
+    mine, theirs = (Sample((application.capacity,)) for application in (ours, baseline))
     rows.append(Comparison("requests", codec, mine, theirs, "/s", RATE_BAR, True))
     return rows
 

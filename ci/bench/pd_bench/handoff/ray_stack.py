@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from pd_bench.harness import pids_of
+from pd_bench.netns import Namespace
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.tools.launch import HttpError, Service, stop_services
 from pd_connector.tools.launch.engine import CPU_ENVIRONMENT, LINK_ONLY, PAGE_TOKENS, on_cpu
-from pd_connector.tools.launch.netns import Namespace
 
 MODEL_ID = "bench"
 OURS = "pd_connector.ray:build_pd_app"
@@ -159,10 +160,12 @@ class RayStack:
 
         Ray's histograms would only tell a time's bucket.
         """
-        found = []
+        seconds = []
         for log in self.head.folder.glob("session_2*/logs/worker-*.err"):
-            found += [float(ms) / 1e3 for ms in _PREFILLED.findall(log.read_text(errors="replace"))]
-        return found
+            seconds += [
+                float(ms) / 1e3 for ms in _PREFILLED.findall(log.read_text(errors="replace"))
+            ]
+        return seconds
 
     @property
     def services(self) -> tuple[Service, ...]:
@@ -172,8 +175,7 @@ class RayStack:
     @property
     def pids(self) -> list[int]:
         """All processes of the cluster."""
-        families = [service.family for service in self.services if service.family]
-        return [process.pid for family in families for process in family.members()]
+        return pids_of(self.services)
 
     def __enter__(self) -> Self:
         try:

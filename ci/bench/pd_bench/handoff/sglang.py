@@ -24,10 +24,10 @@ from pd_bench.handoff.line_up import LineUp
 from pd_bench.handoff.nixl_host_memory import with_plugin
 from pd_bench.handoff.pair import Pair, PairSetup
 from pd_bench.model import kv_bytes_per_token
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Service
-from pd_connector.tools.launch.netns import Namespace
 from pd_connector.tools.launch.sglang import (
     SglangEngine,
     SglangRole,
@@ -260,8 +260,8 @@ def _problem() -> str:
         ("pd_connector", "install this package there, too"),
         ("nixl", "the baseline needs it: pip install nixl"),
     ):
-        asked = [python, "-c", f"import {module}"]
-        if subprocess.run(asked, capture_output=True, check=False).returncode:
+        command = [python, "-c", f"import {module}"]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
             return f"{module} cannot be imported by {python}: {mend}"
     return ""
 

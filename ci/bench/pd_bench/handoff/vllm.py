@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -11,10 +10,11 @@ from pd_bench.flow import Run, together, two_steps
 from pd_bench.handoff.contender import Bars, Contender, by_name
 from pd_bench.handoff.line_up import LineUp
 from pd_bench.handoff.pair import Pair, PairSetup
-from pd_connector.tools.bench.report import BenchError, Param
+from pd_bench.harness import NIXL, VLLM, missing_module
+from pd_bench.netns import Namespace
+from pd_bench.report import BenchError, Param
 from pd_connector.tools.launch import VllmEngine
 from pd_connector.tools.launch.engine import Role
-from pd_connector.tools.launch.netns import Namespace
 
 BASELINE = Contender("NixlConnector", "NixlConnector")
 
@@ -135,13 +135,7 @@ class VllmPair(Pair):
 
 
 def _problem() -> str:
-    for module, mend in (
-        ("vllm", "install vLLM, or use the environment that has it"),
-        ("nixl", "the baseline needs it: pip install 'pd-connector[nixl]'"),
-    ):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed: {mend}"
-    return ""
+    return missing_module(VLLM, NIXL)
 
 
 def _link(raw: Bars, fp8: Bars, int8: Bars, streamed: Bars) -> LineUp:
@@ -149,7 +143,7 @@ def _link(raw: Bars, fp8: Bars, int8: Bars, streamed: Bars) -> LineUp:
     fixed = [_over_link(codec, "off", bars) for codec, bars in codecs.items()]
     fixed += [_over_link(codec, "auto", streamed) for codec in codecs]
     ours = by_name(*fixed, _over_link("auto", "off", {}))
-    default = [one.name for one in fixed]
+    default = [contender.name for contender in fixed]
     return LineUp("vllm", by_name(BASELINE), ours, default, VllmPair.of, _problem, True)
 
 

@@ -109,16 +109,16 @@ def _transfer(options: argparse.Namespace) -> tuple[Check, Measure]:
 
 def header(gpu: str, arguments: list[str]) -> str:
     """Hardware, versions, date and command. Figures mean nothing without them."""
-    found = [gpu, f"torch {torch.__version__}", f"CUDA {torch.version.cuda}"]
+    parts = [gpu, f"torch {torch.__version__}", f"CUDA {torch.version.cuda}"]
     for package in PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            parts.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    if told := os.environ.get(VARIABLE):
-        found.append(f"{VARIABLE}={told}")
+    if tuning := os.environ.get(VARIABLE):
+        parts.append(f"{VARIABLE}={tuning}")
     now = datetime.now(UTC).isoformat(" ", "minutes")
-    return f"{', '.join(found)}; {now}; python -m pd_bench.kernels {shlex.join(arguments)}"
+    return f"{', '.join(parts)}; {now}; python -m pd_bench.kernels {shlex.join(arguments)}"
 
 
 def report(measured: Iterable[Comparison], json: Path | None) -> list[Comparison]:

@@ -89,8 +89,8 @@ def _pools(model: Model, pages: int, page_size: int, dtype: torch.dtype, device:
 
 
 def _random(shape: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-    found = torch.empty(shape, dtype=dtype, device=device)
-    for part in found.flatten().split(1 << 28):  # keeps float32 copies small
+    values = torch.empty(shape, dtype=dtype, device=device)
+    for part in values.flatten().split(1 << 28):  # keeps float32 copies small
         numbers = torch.randn(part.shape, device=device)
         part.copy_(numbers.clamp_(-400, 400).to(dtype))
-    return found
+    return values

@@ -32,12 +32,12 @@ def compiled(call: Callable[[], Result]) -> tuple[Any, Result]:
         kernel: Triton's compiled kernel.
         result: what `call` returns.
     """
-    found: list[Any] = []
+    kernels: list[Any] = []
     run = JITFunction.run
 
     def warm(self: JITFunction, *args: Any, **kwargs: Any) -> None:
-        if not found:
-            found.append(run(self, *args, **(kwargs | {"warmup": True})))
+        if not kernels:
+            kernels.append(run(self, *args, **(kwargs | {"warmup": True})))
 
     known_constants.clear()  # a caller can have changed configs
     JITFunction.run = warm
@@ -46,7 +46,7 @@ def compiled(call: Callable[[], Result]) -> tuple[Any, Result]:
             result = call()
     finally:
         JITFunction.run = run
-    return found[0], result
+    return kernels[0], result
 
 
 @contextmanager

@@ -78,8 +78,8 @@ class Case(NamedTuple):
     def matches(self, only: Sequence[str]) -> bool:
         """Whether the name or a parameter contains each of these texts, and none that has a `-`
         before it."""
-        told = "\n".join([self.name, *map(str, self.params.values())])
-        return all((text.removeprefix("-") in told) != text.startswith("-") for text in only)
+        searched = "\n".join([self.name, *map(str, self.params.values())])
+        return all((text.removeprefix("-") in searched) != text.startswith("-") for text in only)
 
     @property
     def kernel(self) -> str:
@@ -126,31 +126,31 @@ def cases(quick: bool, copy: float) -> Iterator[Case]:
             lengths = LENGTHS[name](random.Random(1))
             params: dict[str, Param] = {"heads": str(heads), "lengths": name}
             for page in PAGES:
-                told = params | {"page": page}
-                yield Case("paged_decode", told, _paged(heads, told, lengths, page, copy))
+                shown = params | {"page": page}
+                yield Case("paged_decode", shown, _paged(heads, shown, lengths, page, copy))
             if heads == LLAMA:  # torch compiles each batch again
-                told = params | {"page": decode_baselines.FLEX_PAGE}
-                flex = _against_flex(heads, told, lengths)
-                yield Case("paged_decode / FlexAttention", told, flex)
-    told = {"heads": str(LLAMA), "lengths": "64 x 8k, documents of 1k"}
-    yield Case("paged_decode, mask_mod", told, _masked(LLAMA, told, *DOCUMENTS))
+                shown = params | {"page": decode_baselines.FLEX_PAGE}
+                flex = _against_flex(heads, shown, lengths)
+                yield Case("paged_decode / FlexAttention", shown, flex)
+    shown = {"heads": str(LLAMA), "lengths": "64 x 8k, documents of 1k"}
+    yield Case("paged_decode, mask_mod", shown, _masked(LLAMA, shown, *DOCUMENTS))
     for name in list(STEPS)[:1] if quick else STEPS:
-        told = {"heads": str(LLAMA), "lengths": name}
-        rows = measure_mixed(LLAMA, told, STEPS[name], seconds, REPLAYS)
-        yield Case("mixed_attention", told, rows)
-    told = {"heads": str(LLAMA), "lengths": "8 x 128k"}
+        shown = {"heads": str(LLAMA), "lengths": name}
+        rows = measure_mixed(LLAMA, shown, STEPS[name], seconds, REPLAYS)
+        yield Case("mixed_attention", shown, rows)
+    shown = {"heads": str(LLAMA), "lengths": "8 x 128k"}
     sets = functools.partial(_sets, SHARDED, LLAMA, PAGES[0], BF16)
-    rows = measure_merging(LLAMA, told, sets, paged_calls, seconds, REPLAYS)
-    yield Case("merge_partials / paged_decode", told, rows)
+    rows = measure_merging(LLAMA, shown, sets, paged_calls, seconds, REPLAYS)
+    yield Case("merge_partials / paged_decode", shown, rows)
     layers = functools.partial(host.paged_layers, LLAMA)
     for name, make in (("K and V", layers), ("MLA", host.latent_layers)):
-        told = {"cache": name}
-        yield Case(host.NAME, told, host.measure_host(told, make))
+        shown = {"cache": name}
+        yield Case(host.NAME, shown, host.measure_host(shown, make))
     for name in list(MLA_CASES)[:2] if quick else MLA_CASES:
         lengths, count, queries = MLA_CASES[name]
         for cache in ("bfloat16", "fp8"):
-            told = {"heads": count, "lengths": name, "page": 64, "cache": cache}
-            yield Case("mla_decode", told, _latent(told, lengths, count, queries, copy))
+            shown = {"heads": count, "lengths": name, "page": 64, "cache": cache}
+            yield Case("mla_decode", shown, _latent(shown, lengths, count, queries, copy))
 
 
 def paged_calls(
@@ -193,17 +193,17 @@ def _paged(
         sets = _sets(lengths, heads, page, cache)
         calls, fill = paged_calls(sets)
         took[cache] = seconds(calls, REPLAYS)
-        told = params | {"cache": str(cache).removeprefix("torch.")}
+        shown = params | {"cache": str(cache).removeprefix("torch.")}
         read = sum(lengths) * heads.kv * 2 * heads.dim * cache.itemsize
         bar = BANDWIDTH_BAR if large and cache == BF16 else None
-        yield throughput("paged_decode", told, read / took[cache] / 1e9, copy / 1e9, bar)
+        yield throughput("paged_decode", shown, read / took[cache] / 1e9, copy / 1e9, bar)
         if cache == BF16 and page == PAGES[0]:
-            yield from _switched("column_merge", told, functools.partial(paged_calls, sets))
-            yield duration("planning / paged_decode", told, seconds([fill]), took[cache], None)
+            yield from _switched("column_merge", shown, functools.partial(paged_calls, sets))
+            yield duration("planning / paged_decode", shown, seconds([fill]), took[cache], None)
         if cache == FP8 and page == PAGES[0]:
-            yield from _switched("swapped", told, functools.partial(paged_calls, sets))
+            yield from _switched("swapped", shown, functools.partial(paged_calls, sets))
         if page == PAGES[0]:
-            yield from _against_others(told, sets, took[cache])
+            yield from _against_others(shown, sets, took[cache])
         del sets, calls, fill
     yield duration("fp8 / bfloat16", params, took[FP8], took[BF16], FP8_BAR if large else None)
 

@@ -130,8 +130,8 @@ def flash_mla_calls(sets: Sequence[LatentSet], scale: float) -> Calls:
     flash_mla = importlib.import_module("flash_mla")
     # The wheel has two kernels, and this argument selects one. Other versions have only the dense
     # kernel.
-    known = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
-    chosen = {"use_legacy": True} if "use_legacy" in known else {}
+    parameters = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
+    chosen = {"use_legacy": True} if "use_legacy" in parameters else {}
 
     def call(given: LatentSet) -> Callable[[], Any]:
         meta, _ = flash_mla.get_mla_metadata()

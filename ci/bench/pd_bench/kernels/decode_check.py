@@ -95,8 +95,8 @@ def _paged(chance: random.Random) -> str:
     skip = chance.random() < 0.7
     if chance.random() < 0.3:
         batch = _jagged(chance, batch)
-    told = f"{heads} page {page} {cache} queries {queries} window {window} lengths {lengths}"
-    told += " jagged" * (batch.starts is not None) + " masked" * (batch.mask_mod is not None)
+    shown = f"{heads} page {page} {cache} queries {queries} window {window} lengths {lengths}"
+    shown += " jagged" * (batch.starts is not None) + " masked" * (batch.mask_mod is not None)
     batch.check()
     batch.check_kernel()
     plan = (batch if skip else replace(batch, mask_mod=None)).plan()
@@ -108,7 +108,7 @@ def _paged(chance: random.Random) -> str:
         launch=lambda out, lse: launch_paged(batch, out, lse, plan.tensors),
     )
     wrong = _compare(kernel)
-    return f"{told}: {wrong}" if wrong else ""
+    return f"{shown}: {wrong}" if wrong else ""
 
 
 def _jagged(chance: random.Random, batch: PagedCall) -> PagedCall:
@@ -126,9 +126,9 @@ def _latent(chance: random.Random) -> str:
     queries, page = chance.choice([1, 2, 4]), chance.choice([16, 64])
     coded = chance.random() < 0.4
     batch = MlaCall(*latent_set(lengths, heads, queries, page, coded), 0.05, True)
-    told = f"heads {heads} page {page} queries {queries} coded {coded} lengths {lengths}"
+    shown = f"heads {heads} page {page} queries {queries} coded {coded} lengths {lengths}"
     wrong = check_latent(batch)
-    return f"{told}: {wrong}" if wrong else ""
+    return f"{shown}: {wrong}" if wrong else ""
 
 
 def check_latent(batch: MlaCall) -> str:
@@ -168,15 +168,15 @@ def _merge(chance: random.Random) -> str:
         empty = chance.randrange(shards)
         outs[empty], lses[empty] = torch.nan, -torch.inf
         outs[:, 0], lses[:, 0] = torch.nan, -torch.inf
-        wanted, sums = reference_merge(outs.double(), lses.double())
+        expected, sums = reference_merge(outs.double(), lses.double())
         out = torch.full((*shape, dim), 7.0, device=device)
         lse = launch_merge(outs, lses, out)
-        error = float((out - wanted).norm() / wanted.norm().clamp_min(1e-30))
-        told = f"{shards} shards of {list(shape)} x {dim}, shard {empty} empty"
+        error = float((out - expected).norm() / expected.norm().clamp_min(1e-30))
+        shown = f"{shards} shards of {list(shape)} x {dim}, shard {empty} empty"
         if not error <= MERGE_BOUND:
-            return f"{told}: error {error:.2e}, at most {MERGE_BOUND}"
+            return f"{shown}: error {error:.2e}, at most {MERGE_BOUND}"
         if out[0].any() or not torch.allclose(lse.double(), sums, rtol=1e-6, atol=1e-6):
-            return f"{told}: lse, or what is empty, differs"
+            return f"{shown}: lse, or what is empty, differs"
     return ""
 
 
@@ -200,13 +200,13 @@ def _mixed(chance: random.Random) -> str:
         "values": given.values,
     }
     layer["scale"] = heads.dim**-0.5
-    wanted = torch.zeros(layer["query"].shape, device=decode_cases.DEVICE)
-    reference_paged_decode(plan.whole(**layer), wanted, None)
+    expected = torch.zeros(layer["query"].shape, device=decode_cases.DEVICE)
+    reference_paged_decode(plan.whole(**layer), expected, None)
     for _ in range(LAUNCHES):
         out = torch.full_like(query, 7.0)
         aware = decode_cases.DEVICE != "cpu"
         launch_mixed(*plan.calls(**layer), plan.plans, plan.tickets, out, None, sm_aware=aware)
-        error = float((out.float() - wanted[:, 0]).norm() / wanted.norm().clamp_min(1e-30))
+        error = float((out.float() - expected[:, 0]).norm() / expected.norm().clamp_min(1e-30))
         if not error <= BOUND:
             return f"{heads} {cache} lengths {lengths} queries {counts}: error {error:.2e}"
         if plan.tickets.any():
@@ -230,7 +230,7 @@ class _Kernel(NamedTuple):
         out = torch.full(self.shape, 7.0, dtype=torch.bfloat16, device=device)
         return out, torch.full(self.shape[:3], 7.0, device=device)
 
-    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self.allocate()
         out = out.float()
         self.reference(out, lse)
@@ -239,31 +239,31 @@ class _Kernel(NamedTuple):
 
 def _compare(kernel: _Kernel) -> str:
     kernel.plan.fill(kernel.lengths)
-    wanted = kernel.wanted()
+    expected = kernel.expected()
     for _ in range(LAUNCHES):
-        found = kernel.allocate()
-        kernel.launch(*found)
-        if wrong := _differs(kernel, found, wanted):
+        actual = kernel.allocate()
+        kernel.launch(*actual)
+        if wrong := _differs(kernel, actual, expected):
             return wrong
     return _replayed(kernel)
 
 
 def _replayed(kernel: _Kernel) -> str:
     """Capture one step and replay it with shorter lengths, as engines do with CUDA graphs."""
-    found = kernel.allocate()
+    actual = kernel.allocate()
 
     def step() -> None:
         kernel.plan.fill(kernel.lengths)
-        kernel.launch(*found)
+        kernel.launch(*actual)
 
     replay = captured(step)
     kernel.lengths.copy_(kernel.lengths // 2)
-    wanted = kernel.wanted()
+    expected = kernel.expected()
     for _ in range(2):
-        for tensor in found:
+        for tensor in actual:
             tensor.fill_(7.0)
         replay()
-        if wrong := _differs(kernel, found, wanted):
+        if wrong := _differs(kernel, actual, expected):
             return f"replayed with lengths {kernel.lengths.tolist()}: {wrong}"
     return ""
 
@@ -286,10 +286,10 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
 
 def _differs(
     kernel: _Kernel,
-    found: tuple[torch.Tensor, torch.Tensor],
-    wanted: tuple[torch.Tensor, torch.Tensor],
+    actual: tuple[torch.Tensor, torch.Tensor],
+    expected: tuple[torch.Tensor, torch.Tensor],
 ) -> str:
-    plan, (out, lse), (result, sums) = kernel.plan, found, wanted
+    plan, (out, lse), (result, sums) = kernel.plan, actual, expected
     if not torch.equal(plan.ranges, plan.defined(kernel.lengths)):
         return "the plan differs from its definition"
     error = float((out.float() - result).norm() / result.norm().clamp_min(1e-30))

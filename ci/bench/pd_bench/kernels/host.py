@@ -60,14 +60,14 @@ def measure_host(params: dict[str, Param], make: Callable[[], Layers]) -> Iterat
     Raises:
         RuntimeError: the settings give different results.
     """
-    took, found = {}, {}
+    took, medians = {}, {}
     for on in (False, True):
         with tuned(direct_launch=on):
             calls, outs = make()
             took[on] = host_seconds(calls)
-            found[on] = [out.clone() for out in outs]
+            medians[on] = [out.clone() for out in outs]
             del calls, outs
-    if not all(map(torch.equal, found[True], found[False])):
+    if not all(map(torch.equal, medians[True], medians[False])):
         raise RuntimeError("results with direct_launch differ from those without")
     yield duration("direct_launch: on / off", params, took[True], took[False], None)
     yield duration(f"{NAME} / bar", params, took[True], BAR_S, 1.0)

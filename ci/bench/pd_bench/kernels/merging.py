@@ -40,8 +40,8 @@ def measure_merging(
     del sets
     for shards in SHARDS:
         merge_s = seconds(_merge_calls(heads, batch, shards), replays)
-        told = params | {"shards": shards}
-        yield duration("merge_partials / paged_decode", told, merge_s, whole_s, MERGE_BAR)
+        shown = params | {"shards": shards}
+        yield duration("merge_partials / paged_decode", shown, merge_s, whole_s, MERGE_BAR)
 
 
 def _merge_calls(heads: Heads, batch: int, shards: int) -> Calls:

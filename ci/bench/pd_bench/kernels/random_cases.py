@@ -23,15 +23,15 @@ def problems(checks: Iterable[tuple[str, int, Check]], seed: int) -> Problems:
         checks: kernel of each check, its number of cases, and the check.
         seed: seed of the random cases; the same seed gives the same cases.
     """
-    found: Problems = {}
+    by_name: Problems = {}
     for name, count, check in checks:
         began = time.monotonic()
         wrong = list(_wrong_cases(name, check, count, seed))
         if wrong:
-            found.setdefault(name, []).extend(wrong)
+            by_name.setdefault(name, []).extend(wrong)
         seconds = time.monotonic() - began
         print(f"{name}: {count} cases, {len(wrong)} wrong, {seconds:.0f} s", flush=True)
-    return found
+    return by_name
 
 
 def _wrong_cases(name: str, check: Check, count: int, seed: int) -> Iterator[str]:

@@ -70,21 +70,21 @@ def rows_or_failure(
 
 def line(row: Comparison) -> str:
     """A row as one line of text."""
-    told = " ".join(f"{key}={value}" for key, value in row.params.items() if key != FAILED)
+    shown = " ".join(f"{key}={value}" for key, value in row.params.items() if key != FAILED)
     if FAILED in row.params:
-        return f"{row.name}: {told}: FAILED: {row.params[FAILED]}"
+        return f"{row.name}: {shown}: FAILED: {row.params[FAILED]}"
     bar = "" if row.bar is None else f", bar {row.bar:.2f}{'' if row.ok else ' MISSED'}"
     figures = f"{row.ours:,.1f} beside {row.baseline:,.1f} {row.unit}"
-    return f"{row.name}: {told}: {figures}, ratio {row.ratio:.3f}{bar}"
+    return f"{row.name}: {shown}: {figures}, ratio {row.ratio:.3f}{bar}"
 
 
 def write_json(path: Path, rows: Sequence[Comparison]) -> None:
     """Write all rows as a JSON list. Missing figures are null."""
-    found = [
+    rows_json = [
         {key: None if value != value else value for key, value in asdict(row).items()}
         for row in rows
     ]
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(rows_json, indent=1) + "\n")
 
 
 def print_rows(rows: Sequence[Comparison]) -> None:

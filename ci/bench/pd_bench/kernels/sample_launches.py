@@ -41,10 +41,10 @@ def chunk(
 ) -> ChunkLaunch:
     """A chunk of 100 tokens of one layer. `check` asks for its sums."""
     key, *value = cache(heads, dims, source if gather else destination, odd)
-    stored, wanted = (
+    stored, needed = (
         Stored(dtype, (0.3,) * len(dims) if dtype == FP8 else ()) for dtype in (source, destination)
     )
-    planes = Planes.of([key], value, 16, codec, stored, wanted)
+    planes = Planes.of([key], value, 16, codec, stored, needed)
     nbytes = planes.nbytes(100)
     slot = torch.zeros(nbytes, dtype=torch.uint8)
     sums = new_sums(nbytes, slot.device) if check else None

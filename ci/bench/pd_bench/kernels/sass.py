@@ -117,10 +117,10 @@ def _best_path(code: Code, ends: set[int]) -> list[Instruction]:
             rest = best[after] if place < after < len(code) else None
             if rest is None:
                 continue
-            found = (own[0] + rest[0], own[1] + rest[1], own[2] + rest[2])
-            known = best[place]
-            if known is None or found < known:
-                best[place], following[place] = found, after
+            extended = (own[0] + rest[0], own[1] + rest[1], own[2] + rest[2])
+            best_before = best[place]
+            if best_before is None or extended < best_before:
+                best[place], following[place] = extended, after
     if best[0] is None:
         return []
     path, place = [code[0]], following[0]
@@ -131,12 +131,12 @@ def _best_path(code: Code, ends: set[int]) -> list[Instruction]:
 
 
 def _successors(place: int, each: Instruction, places: dict[int, int]) -> list[int]:
-    found = []
+    successors = []
     if each.opcode not in ("BRA", "EXIT", "RET") or each.conditional:
-        found.append(place + 1)
+        successors.append(place + 1)
     if each.target is not None and each.target in places:
-        found.append(places[each.target])
-    return found
+        successors.append(places[each.target])
+    return successors
 
 
 @dataclass(frozen=True)
@@ -196,29 +196,29 @@ def _taken(each: Instruction) -> dict[str, float]:
     62 % of `wgmma` (Luo et al., arXiv 2402.13499).
     """
     name = each.opcode
-    found: dict[str, float] = {"issue": 1}
+    units: dict[str, float] = {"issue": 1}
     if _ALU.match(name):
-        found["alu"] = 2
+        units["alu"] = 2
     elif name == "IMAD":
-        found["fma"] = 2
+        units["fma"] = 2
     elif _FLOAT.match(name):
-        found["fma"] = 1
+        units["fma"] = 1
     elif _CONVERSION.match(name):
-        found["xu"] = 2
+        units["xu"] = 2
     elif name in ("MUFU", "REDUX"):
-        found["xu"] = 8
+        units["xu"] = 8
     elif name == "SHFL":
-        found["memory"] = 4
+        units["memory"] = 4
     elif _MEMORY.match(name):
-        found["memory"] = max(4, each.width)
+        units["memory"] = max(4, each.width)
     elif name in ("LDSM", "STSM"):
         matrices = re.search(r"\.([24])$", each.name)
-        found["memory"] = 4 * (int(matrices[1]) if matrices else 1)
+        units["memory"] = 4 * (int(matrices[1]) if matrices else 1)
     elif name == "HMMA":
-        found["tensor"] = 4 * 2_048 / (0.62 * 2_048)
+        units["tensor"] = 4 * 2_048 / (0.62 * 2_048)
     elif name in ("HGMMA", "QGMMA"):
-        found |= _group_product(each)
-    return found
+        units |= _group_product(each)
+    return units
 
 
 def _group_product(each: Instruction) -> dict[str, float]:

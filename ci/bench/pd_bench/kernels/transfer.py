@@ -47,14 +47,14 @@ def measure_transfer(quick: bool, wrong: Collection[str] = ()) -> Iterator[Compa
     for model, tokens in itertools.product(models, counts):
         print(f"{model.name}, {tokens:,} tokens", flush=True)
         for page_size, order in LAYOUTS[:2] if quick else LAYOUTS:
-            told: dict[str, Param] = {"model": model.name, "tokens": tokens, "page": page_size}
+            shown: dict[str, Param] = {"model": model.name, "tokens": tokens, "page": page_size}
             rows = _paged(model, tokens, page_size, order, copy)
-            yield from rows_or_failure(PAGED, told | {"layout": order}, rows, PAGED in wrong)
+            yield from rows_or_failure(PAGED, shown | {"layout": order}, rows, PAGED in wrong)
             torch.cuda.empty_cache()
     for ranks in () if quick else itertools.product(RANKS, RANKS):
-        told = {"model": LLAMA_8B.name, "tokens": 7_500, "ranks": f"{ranks[0]} to {ranks[1]}"}
-        rows = _reshard(told, LLAMA_8B, ranks, copy)
-        yield from rows_or_failure(RESHARD, told, rows, RESHARD in wrong)
+        shown = {"model": LLAMA_8B.name, "tokens": 7_500, "ranks": f"{ranks[0]} to {ranks[1]}"}
+        rows = _reshard(shown, LLAMA_8B, ranks, copy)
+        yield from rows_or_failure(RESHARD, shown, rows, RESHARD in wrong)
 
 
 def _paged(
@@ -125,9 +125,9 @@ def _reshard(
     ours_s = seconds([_call(reshard, Resharding.of(sources, destinations, payload))])
     shape = model.layers * len(payload.dims), model.heads, payload.code_bytes(0)
     theirs_s = seconds([_call(torch_reshard, sources, destinations, shape)])
-    told = {**params, "torch_us": round(theirs_s * 1e6)}
+    shown = {**params, "torch_us": round(theirs_s * 1e6)}
     moved = 2 * model.bytes_of(tokens, 2)
-    yield throughput("reshard", told, moved / ours_s / 1e9, copy / 1e9, RESHARD_BAR)
+    yield throughput("reshard", shown, moved / ours_s / 1e9, copy / 1e9, RESHARD_BAR)
 
 
 def _rates(

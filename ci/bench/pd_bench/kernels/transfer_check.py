@@ -55,14 +55,14 @@ def _verbatim(chance: random.Random) -> str:
     sums = [new_sums(nbytes, slots[0].device) for _ in range(3)]
     reference_gather(ChunkLaunch(planes, pages, slots[0], 0, 14, sums[0]))
     launch_gather(ChunkLaunch(planes, pages, slots[1], 0, 14, sums[1]))
-    found = torch.zeros_like(rows[0])
-    into = Planes.of_rows([found[:, 2:5]], 2)
+    actual = torch.zeros_like(rows[0])
+    into = Planes.of_rows([actual[:, 2:5]], 2)
     half = slots[0][: into.nbytes(14)]
     launch_scatter(ChunkLaunch(into, pages, half, 0, 14, None))
     places = [int(page) * 2 + part for page in pages for part in range(2)]
-    wanted = torch.zeros_like(found)
-    wanted[places, 2:5] = rows[0][places, 2:5]
-    same = torch.equal(*slots) and torch.equal(found, wanted)
+    expected = torch.zeros_like(actual)
+    expected[places, 2:5] = rows[0][places, 2:5]
+    same = torch.equal(*slots) and torch.equal(actual, expected)
     return "" if same and torch.equal(sums[0].sum(), sums[1].sum()) else "whole pages differ"
 
 
@@ -82,7 +82,7 @@ def _paged(chance: random.Random) -> str:
         else Stored(dtype)
         for dtype in (source, destination)
     )
-    told = f"{model} {codec} {source} to {destination}, tokens {first}+{tokens}"
+    shown = f"{model} {codec} {source} to {destination}, tokens {first}+{tokens}"
     ours, pages = _side(chance, model, source, first + tokens)
     theirs, their_pages = _side(chance, model, destination, first + tokens)
     coded = Planes.of(ours.keys, ours.values, pages[1], codec, ours_stored, their_stored)
@@ -94,27 +94,27 @@ def _paged(chance: random.Random) -> str:
         launch(ChunkLaunch(coded, pages[0], slot, first, tokens, sums))
         return slot, finish(sums, nbytes)
 
-    wanted, digest = gathered(reference_gather)
-    slot, found = gathered(launch_gather)
-    if not torch.equal(slot, wanted):
-        return f"{told}: {int((slot != wanted).sum())} bytes of the payload differ"
-    if found != digest:
-        return f"{told}: sums of the gather differ"
+    expected, digest = gathered(reference_gather)
+    slot, actual = gathered(launch_gather)
+    if not torch.equal(slot, expected):
+        return f"{shown}: {int((slot != expected).sum())} bytes of the payload differ"
+    if actual != digest:
+        return f"{shown}: sums of the gather differ"
 
     def scattered(launch: Callable[[ChunkLaunch], None]) -> tuple[CacheViews, bytes]:
         cache = theirs.clone()
         into = Planes.of(cache.keys, cache.values, their_pages[1], codec, ours_stored, their_stored)
-        sums = new_sums(nbytes, wanted.device)
-        launch(ChunkLaunch(into, their_pages[0], wanted, first, tokens, sums))
+        sums = new_sums(nbytes, expected.device)
+        launch(ChunkLaunch(into, their_pages[0], expected, first, tokens, sums))
         return cache, finish(sums, nbytes)
 
     by_torch, digest_of_torch = scattered(reference_scatter)
     by_kernel, digest_of_kernel = scattered(launch_scatter)
     for x, y in zip(by_torch.storages, by_kernel.storages, strict=True):
         if not torch.equal(x.view(BITS[x.element_size()]), y.view(BITS[y.element_size()])):
-            return f"{told}: pages differ"
+            return f"{shown}: pages differ"
     if not digest == digest_of_torch == digest_of_kernel:
-        return f"{told}: sums of the scatter differ"
+        return f"{shown}: sums of the scatter differ"
     return ""
 
 
@@ -143,12 +143,12 @@ def _resharded(chance: random.Random) -> str:
         torch.randint(0, 256, (payload.nbytes(counts[0]),), dtype=torch.uint8, device=DEVICE)
         for _ in range(counts[0])
     ]
-    found = []
+    problems = []
     for launch in (reference_reshard, launch_reshard):
         room = payload.nbytes(counts[1]) + 64
         slabs = [
             torch.full((room,), 0xA5, dtype=torch.uint8, device=DEVICE) for _ in range(counts[1])
         ]
         launch(Resharding.of(sources, slabs, payload))
-        found.append(torch.stack(slabs))
-    return "" if torch.equal(*found) else f"{payload} {counts[0]} to {counts[1]} ranks"
+        problems.append(torch.stack(slabs))
+    return "" if torch.equal(*problems) else f"{payload} {counts[0]} to {counts[1]} ranks"

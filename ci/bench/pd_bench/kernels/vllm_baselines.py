@@ -48,7 +48,7 @@ def flash_attention_calls(sets: Sequence[PagedSet]) -> Calls:
             causal=True,
         )
         out = torch.empty_like(query, dtype=torch.bfloat16)
-        one = _ones(batch, kv_heads, query) if query.dtype == FP8 else None
+        scales = _ones(batch, kv_heads, query) if query.dtype == FP8 else None
         return lambda: flash.flash_attn_varlen_func(
             q=query,
             k=given.keys,
@@ -62,9 +62,9 @@ def flash_attention_calls(sets: Sequence[PagedSet]) -> Calls:
             causal=True,
             block_table=given.table,
             scheduler_metadata=planned,
-            q_descale=one,
-            k_descale=one,
-            v_descale=one,
+            q_descale=scales,
+            k_descale=scales,
+            v_descale=scales,
             fa_version=FA3,
         )
 

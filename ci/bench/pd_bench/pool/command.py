@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import exit_codes, noise_note, report
+from pd_bench.machine import Noise
 from pd_bench.pool import disk as disk_reads
 from pd_bench.pool import lookups, rivals
 from pd_bench.pool import slow as slow_stores
@@ -17,9 +19,7 @@ from pd_bench.pool.engines import need_vllm, running
 from pd_bench.pool.folders import own_folder
 from pd_bench.pool.measure import PROMPT_TOKENS, EngineMeasurement
 from pd_bench.pool.raw import RawBench
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
+from pd_bench.report import Comparison
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
@@ -121,8 +121,8 @@ def pool(
             with running(stderr) as started:
                 noise = Noise(started.pids)
                 measurement = EngineMeasurement(started, prompt_tokens, runs, warm_ups, say)
-                found = measurement.measure()
+                measured = measurement.measure()
                 others_cores = max(others_cores, noise.cores())
-            tables += found.tables
-            notes += found.notes
+            tables += measured.tables
+            notes += measured.notes
     report(tables, [*notes, noise_note(others_cores)], json)

@@ -14,14 +14,14 @@ from typing import TypeVar
 
 from pd_bench.pool.folders import own_folder
 from pd_bench.pool.raw_party import OBJECT_BYTES
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.record import SUM_BYTES, layer_sum
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.catalog_ops import DISK_TIER
 from pd_connector.pool.store.folder import PAGE, charge_of
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 BAR = 0.8
 READERS = 2
@@ -53,16 +53,16 @@ def measure(folder: Path, objects: int, runs: int, warm_ups: int, say: Say) -> l
         files = [path for path in folder.rglob("data/*") if path.is_file()]
         ways = {"pool": lambda: _read(store, keys), "raw": lambda: _read_raw(files)}
         for number in range(warm_ups + runs):
-            found = {}
+            seconds = {}
             for way in ways if number % 2 else reversed(ways):
                 _drop_caches(files)
                 began_s = time.perf_counter()
                 ways[way]()
-                found[way] = objects * OBJECT_BYTES / (time.perf_counter() - began_s) / 1e9
-            said = ", ".join(f"{way} {rate:.2f}" for way, rate in found.items())
+                seconds[way] = objects * OBJECT_BYTES / (time.perf_counter() - began_s) / 1e9
+            said = ", ".join(f"{way} {rate:.2f}" for way, rate in seconds.items())
             say(f"disk, {'warm-up' if number < warm_ups else 'run'}, GB/s: {said}")
             if number >= warm_ups:
-                for way, rate in found.items():
+                for way, rate in seconds.items():
                     rates[way].append(rate)
     ours, raw = (Sample(tuple(rates[way])) for way in ("pool", "raw"))
     params = {"MiB": OBJECT_BYTES >> 20, "objects": objects}
@@ -105,9 +105,9 @@ def _read(store: LocalStore, keys: list[bytes]) -> None:
 
     def read(key: bytes, buffer: memoryview) -> None:
         with store.read(key, "0") as reading:
-            wanted = reading.take(0, SUM_BYTES)
+            sums = reading.take(0, SUM_BYTES)
             reading.into(buffer, PAGE)
-        if layer_sum(buffer) != wanted:
+        if layer_sum(buffer) != sums:
             raise BenchError("a chunk differs from its sum")
 
     _in_threads(keys, read, OBJECT_BYTES)
@@ -122,11 +122,11 @@ def _read_raw(files: list[Path]) -> None:
     _in_threads(files, read, PAGE + OBJECT_BYTES)
 
 
-def _in_threads(wanted: list[What], read: Callable[[What, memoryview], None], nbytes: int) -> None:
+def _in_threads(items: list[What], read: Callable[[What, memoryview], None], nbytes: int) -> None:
     def some(place: int) -> None:
         buffer = memoryview(mmap.mmap(-1, nbytes))  # begins at a page, as O_DIRECT wants
-        for one in wanted[place::READERS]:
-            read(one, buffer)
+        for item in items[place::READERS]:
+            read(item, buffer)
 
     with ThreadPoolExecutor(READERS) as threads:
         list(threads.map(some, range(READERS)))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,12 +12,13 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
+from pd_bench.harness import pids_of, require
 from pd_bench.model import write_model, write_weights
 from pd_bench.pool.folders import own_folder
+from pd_bench.report import BenchError
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import Client, VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.engine import PAGE_TOKENS
 from pd_connector.tools.launch.service import log_folder
@@ -73,7 +73,7 @@ class PoolEngines:
         """Wait until they answer, and use the pool: each reads all bytes of its weights first."""
         wait_all(self.all, console=console)
         self.model = self.writer.client.model()
-        wait_for_pool((one for one in self.all if one is not self.plain), _STARTS_S)
+        wait_for_pool((engine for engine in self.all if engine is not self.plain), _STARTS_S)
         self._store = LocalStore(Space(self._memory, 0), visits=True)
 
     @property
@@ -85,10 +85,10 @@ class PoolEngines:
         assert self._store is not None
         return self._store.status().tiers[0].chunks
 
-    def saved(self, before: int, wanted: int) -> int:
+    def saved(self, before: int, chunks: int) -> int:
         """Wait until `wanted` chunks more are in the pool, or no more come; returns how many did."""
         ends = time.monotonic() + _SAVES_S
-        while (there := self.chunks() - before) < wanted and time.monotonic() < ends:
+        while (there := self.chunks() - before) < chunks and time.monotonic() < ends:
             time.sleep(0.05)
         return there
 
@@ -99,8 +99,8 @@ class PoolEngines:
 
     def body(self, prompt: list[int], **more: Any) -> dict[str, Any]:
         """A request without `max_tokens`."""
-        told = {"model": self.model, "prompt": prompt, "temperature": 0, "ignore_eos": True}
-        return told | more
+        fields = {"model": self.model, "prompt": prompt, "temperature": 0, "ignore_eos": True}
+        return fields | more
 
     def close(self) -> None:
         if self._store is not None:
@@ -131,8 +131,7 @@ Made = TypeVar("Made", bound=Engines)
 
 def need_vllm() -> None:
     """Raises BenchError if vLLM is missing."""
-    if importlib.util.find_spec("vllm") is None:
-        raise BenchError("vllm is not installed: use the environment that has it, or --raw")
+    require(("vllm", "use the environment that has it, or --raw"))
 
 
 @contextlib.contextmanager
@@ -164,16 +163,10 @@ def wait_for_pool(engines: Iterable[VllmEngine], timeout_s: float) -> None:
     """Wait until each uses the pool: it reads all bytes of its weights first. Raises BenchError."""
     for engine in engines:
         until(
-            lambda one=engine: "pool: in use" in one.log_path.read_text(),  # type: ignore[misc]
+            lambda waiting=engine: "pool: in use" in waiting.log_path.read_text(),  # type: ignore[misc]
             timeout_s,
             f"{engine.name} does not use the pool; see {engine.log_path}",
         )
-
-
-def pids_of(engines: Iterable[VllmEngine]) -> list[int]:
-    """Processes of engines that run."""
-    families = [engine.family for engine in engines if engine.family]
-    return [process.pid for family in families for process in family.members()]
 
 
 def first_token(client: Client, body: Mapping[str, Any]) -> tuple[float, str]:

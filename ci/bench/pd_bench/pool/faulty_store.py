@@ -40,15 +40,15 @@ class FaultyStore:
             self.silent.wait()
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._store, name)
-        return self._slowed(name, found) if name in _CALLS else found
+        attribute = getattr(self._store, name)
+        return self._slowed(name, attribute) if name in _CALLS else attribute
 
     def _slowed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*args: Any, **more: Any) -> Any:
             self.calls.append(name)
             self.wait()
-            found = call(*args, **more)
-            return _SlowFile(found, self) if isinstance(found, Reading | Writing) else found
+            result = call(*args, **more)
+            return _SlowFile(result, self) if isinstance(result, Reading | Writing) else result
 
         return slow
 

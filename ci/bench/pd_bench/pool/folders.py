@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from pd_bench.report import BenchError
 from pd_connector.pool.settings import memory_folder
-from pd_connector.tools.bench.report import BenchError
 
 
 @contextlib.contextmanager

@@ -11,12 +11,12 @@ from pathlib import Path
 from random import Random
 
 from pd_bench.pool.folders import own_folder
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 LIMITS_MS = {4_000: 1.0, 131_072: 8.0}
 """For a prompt of that many tokens, all stored: from its token ids to the chunks found."""
@@ -38,7 +38,7 @@ def measure(chunks: int, runs: int, warm_ups: int, say: Say) -> list[Comparison]
         BenchError: a chunk was not stored, or not found.
     """
     with own_folder() as folder, own_folder() as empty:
-        found = _looks(folder, runs, warm_ups, say)
+        looked_up = _looks(folder, runs, warm_ups, say)
         _store(folder, _made_up(chunks), "")
         starts: dict[Path, list[float]] = {folder: [], empty: []}
         for number in range(warm_ups + runs):
@@ -51,7 +51,7 @@ def measure(chunks: int, runs: int, warm_ups: int, say: Say) -> list[Comparison]
         )
     ours, limit = (Sample(tuple(starts[place])) for place in (folder, empty))
     allowed = Sample(tuple(value + START_LIMIT_S for value in limit.values))
-    return [*found, Comparison("store ready", {"chunks": chunks}, ours, allowed, "s", 1.0)]
+    return [*looked_up, Comparison("store ready", {"chunks": chunks}, ours, allowed, "s", 1.0)]
 
 
 def _looks(folder: Path, runs: int, warm_ups: int, say: Say) -> list[Comparison]:
@@ -64,9 +64,9 @@ def _looks(folder: Path, runs: int, warm_ups: int, say: Say) -> list[Comparison]
             times = []
             for number in range(warm_ups + runs):
                 began = time.perf_counter()
-                found = store.find(chain(model, prompt))
+                chunks_found = store.find(chain(model, prompt))
                 took_ms = (time.perf_counter() - began) * 1e3
-                if len(found) != tokens // CHUNK_TOKENS or None in found:
+                if len(chunks_found) != tokens // CHUNK_TOKENS or None in chunks_found:
                     raise BenchError("a stored chunk was not found")
                 if number >= warm_ups:
                     times.append(took_ms)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from pd_bench.flow import two_steps
 from pd_bench.handoff.pair import Prompts
 from pd_bench.pool.engines import PoolEngines, first_token
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import VllmEngine
 
 PROMPT_TOKENS = 3500
@@ -69,12 +69,12 @@ class EngineMeasurement:
             first_token(reader.client, engines.body(self._prompts.make(self._tokens)))
         for measured in (self._first_tokens, self._saving, self._burst):
             for number in range(self._warm_ups + self._runs):
-                found = measured(number)
-                told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+                times_of = measured(number)
+                shown = ", ".join(f"{name} {value:.4g}" for name, value in times_of.items())
                 warming = number < self._warm_ups
-                self._say(f"{'warm-up' if warming else 'run'}: {told}")
+                self._say(f"{'warm-up' if warming else 'run'}: {shown}")
                 if not warming:
-                    for name, value in found.items():
+                    for name, value in times_of.items():
                         self._times[name].append(value)
         notes = [f"prompts that were answered differently: {self._otherwise}"]
         notes.append(f"chunks that were not saved while prompts were computed: {self._unsaved}")
@@ -92,7 +92,7 @@ class EngineMeasurement:
         readers = ("alike", "unlike")
         first = "first token, {}"
         burst = {"tokens": PREFIX_TOKENS, "at once": AT_ONCE}
-        one = Sample((1.0,) * self._runs)
+        whole = Sample((1.0,) * self._runs)
         loads, own = (Sample(tuple(self._times[name])) for name in ("burst", "burst own"))
         reads = Sample(tuple(self._times["burst reads"]))
         return [
@@ -101,34 +101,34 @@ class EngineMeasurement:
             ("handoff", [compared(first.format("unlike"), "unlike", "handoff", 1.0)]),
             ("no pool", [compared("prefill, all saved", "saving", "plain", 0.95, "tokens/s")]),
             ("own cache", [Comparison("first token, mean", burst, loads, own, "ms", 1.5)]),
-            ("one", [Comparison("reads of a chunk", burst, reads, one, "", 1.0)]),
+            ("one", [Comparison("reads of a chunk", burst, reads, whole, "", 1.0)]),
         ]
 
     def _first_tokens(self, number: int) -> dict[str, float]:
         """The same prompt computed, loaded, and found in the engine's own cache; another one handed over."""
         engines, prompt = self._engines, self._prompts.make(self._tokens)
         self._write(prompt, self._tokens // CHUNK_TOKENS)
-        found, answers = {}, set[str]()
+        times, answers = {}, set[str]()
 
         def ask(name: str, engine: VllmEngine) -> None:
             first_s, text = first_token(engine.client, engines.body(prompt))
-            found[name] = first_s * 1e3
+            times[name] = first_s * 1e3
             answers.add(text)
 
         def read(name: str, engine: VllmEngine) -> None:
             before = engines.hits(engine)
             ask(name, engine)
             ask(f"{name} own", engine)
-            loaded, wanted = engines.hits(engine) - before, self._tokens // CHUNK_TOKENS
-            if loaded < wanted:
+            loaded, expected = engines.hits(engine) - before, self._tokens // CHUNK_TOKENS
+            if loaded < expected:
                 raise BenchError(
-                    f"{name} loaded {loaded:.0f} of {wanted} chunks and computed the rest: its times are not those of a "
+                    f"{name} loaded {loaded:.0f} of {expected} chunks and computed the rest: its times are not those of a "
                     f"load. See {engine.log_path}"
                 )
 
         def hand_over() -> None:
             body = engines.body(self._prompts.make(self._tokens), kv_transfer_params=_NO_POOL)
-            found["handoff"] = (
+            times["handoff"] = (
                 two_steps(engines.writer.client, engines.unlike.client, body).handoff_s * 1e3
             )
 
@@ -142,45 +142,45 @@ class EngineMeasurement:
             ],
         )
         self._otherwise += len(answers) > 1
-        return found
+        return times
 
     def _saving(self, number: int) -> dict[str, float]:
         """Tokens a second of new prompts, with all chunks saved, and without a pool."""
         engines = self._engines
         prompts = [self._prompts.make(self._tokens) for _ in range(SAVED_AT_ONCE)]
-        found = {}
+        times = {}
 
         def compute(name: str, engine: VllmEngine) -> None:
-            before, wanted = engines.chunks(), len(prompts) * (self._tokens // CHUNK_TOKENS)
+            before, expected = engines.chunks(), len(prompts) * (self._tokens // CHUNK_TOKENS)
             began = time.perf_counter()
             _at_once(engine, (engines.body(prompt) for prompt in prompts))
-            found[name] = len(prompts) * self._tokens / (time.perf_counter() - began)
+            times[name] = len(prompts) * self._tokens / (time.perf_counter() - began)
             if engine is engines.writer:
-                self._unsaved += wanted - engines.saved(before, wanted)
+                self._unsaved += expected - engines.saved(before, expected)
 
         turns = [
             lambda: compute("saving", engines.writer),
             lambda: compute("plain", engines.plain),
         ]
         _in_turn(number, turns)
-        return found
+        return times
 
     def _burst(self, number: int) -> dict[str, float]:
         """Requests at once on a prefix that is in the pool, then on the same prefix in the engine's own cache."""
         engines, prefix = self._engines, self._prompts.make(PREFIX_TOKENS)
         chunks = PREFIX_TOKENS // CHUNK_TOKENS
         self._write([*prefix, *self._prompts.make(1)], chunks)
-        found = {}
+        times = {}
         before = engines.hits(engines.alike)
         for name in ("burst", "burst own"):
             bodies = [
                 engines.body(prefix + self._prompts.make(_SUFFIX_TOKENS)) for _ in range(AT_ONCE)
             ]
-            found[name] = mean(_at_once(engines.alike, bodies)) * 1e3
-        found["burst reads"] = (engines.hits(engines.alike) - before) / chunks
-        if not found["burst reads"]:
+            times[name] = mean(_at_once(engines.alike, bodies)) * 1e3
+        times["burst reads"] = (engines.hits(engines.alike) - before) / chunks
+        if not times["burst reads"]:
             raise BenchError(f"alike loaded nothing. See {engines.alike.log_path}")
-        return found
+        return times
 
     def _write(self, prompt: list[int], chunks: int) -> None:
         """Have the writer compute a prompt, and wait until its chunks are in the pool."""

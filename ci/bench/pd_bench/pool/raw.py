@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from pd_bench.machine import Noise
 from pd_bench.peer_environment import how_to_make, installed_version
 from pd_bench.pool import raw_party
 from pd_bench.pool.raw_party import OBJECT_BYTES
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.settings import memory_folder
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch.family import Family
 from pd_connector.tools.launch.ports import Port
 
@@ -168,10 +168,10 @@ class RawBench:
             turn = number % len(pairs)  # each way is first, and last, in turn
             said = []
             for pair in (*pairs[turn:], *pairs[:turn]):
-                found = pair.run(number)
-                said.append(f"{pair.way} put {found['put']:.2f} get {found['get']:.2f}")
+                run = pair.run(number)
+                said.append(f"{pair.way} put {run['put']:.2f} get {run['get']:.2f}")
                 if number >= self.warm_ups:
-                    rates[pair.way].append(found)
+                    rates[pair.way].append(run)
             warming = "warm-up" if number < self.warm_ups else "run"
             say(f"raw, {warming}, GB/s: {', '.join(said)}")
         return rates

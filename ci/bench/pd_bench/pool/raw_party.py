@@ -96,9 +96,9 @@ class Ours:
         for place, key in enumerate(keys):
             data = self._objects.one(place)
             with self._store.read(key, "0") as reading:
-                wanted = reading.take(0, OBJECT_BYTES // self.LAYER_BYTES * len(self._sum(b"")))
+                sums = reading.take(0, OBJECT_BYTES // self.LAYER_BYTES * len(self._sum(b"")))
                 reading.into(data, self.HEAD_BYTES)
-            if b"".join(map(self._sum, self._layers(data))) != wanted:
+            if b"".join(map(self._sum, self._layers(data))) != sums:
                 raise ValueError(f"object {place} differs from its sum")
         self._store.unpin(keys)
 
@@ -186,14 +186,14 @@ class Mooncake:
             raise ValueError(f"Mooncake's register_buffer: status {status}")
 
     def put(self, number: int) -> None:
-        found = self._store.batch_put_from(*self._arguments(number))
-        if any(found):
-            raise ValueError(f"Mooncake's batch_put_from: {found}")
+        statuses = self._store.batch_put_from(*self._arguments(number))
+        if any(statuses):
+            raise ValueError(f"Mooncake's batch_put_from: {statuses}")
 
     def get(self, number: int) -> None:
-        found = self._store.batch_get_into(*self._arguments(number))
-        if any(one != OBJECT_BYTES for one in found):
-            raise ValueError(f"Mooncake's batch_get_into: {found}")
+        sizes = self._store.batch_get_into(*self._arguments(number))
+        if any(size != OBJECT_BYTES for size in sizes):
+            raise ValueError(f"Mooncake's batch_get_into: {sizes}")
 
     def forget(self, number: int) -> None:
         for key in self._arguments(number)[0]:

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from pd_bench.handoff.pair import Prompts
+from pd_bench.harness import pids_of
 from pd_bench.peer_environment import installed_version
 from pd_bench.pool.engines import (
     begun,
     first_token,
-    pids_of,
     until,
     wait_for_pool,
 )
 from pd_bench.pool.raw import RIVAL_PACKAGE, RIVAL_VERSION, mooncake_master
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.settings import SHM_VARIABLE
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import VllmEngine, wait_all
 from pd_connector.tools.launch.family import Family
 from pd_connector.tools.launch.ports import Port
@@ -116,17 +116,17 @@ class RivalEngines:
             given = {"model": model, "prompt": prompts.make(tokens)}
             body = {**given, "temperature": 0, "ignore_eos": True}
             turn = number % len(names)
-            found = {}
+            times_of = {}
             for name in (*names[turn:], *names[:turn]):
-                computed, found[name] = self._first_tokens(name, body, tokens)
+                computed, times_of[name] = self._first_tokens(name, body, tokens)
                 if name == OURS:
-                    found[COLD] = computed
+                    times_of[COLD] = computed
             warming = number < warm_ups
-            told = ", ".join(f"{name} {found[name]:.4g}" for name in times)
-            say(f"stores, {'warm-up' if warming else 'run'}, ms: {told}")
+            shown = ", ".join(f"{name} {times_of[name]:.4g}" for name in times)
+            say(f"stores, {'warm-up' if warming else 'run'}, ms: {shown}")
             for name, values in times.items():
                 if not warming:
-                    values.append(found[name])
+                    values.append(times_of[name])
         samples = {name: Sample(tuple(values)) for name, values in times.items()}
         ours = samples.pop(OURS)
         params = {"tokens": tokens}
@@ -177,9 +177,9 @@ def running(environment: Path, console: Console) -> Iterator[RivalEngines]:
         PDConnectorError: vLLM is missing, or an engine did not start.
     """
     for package, version in PACKAGES.items():
-        if (found := installed_version(environment, package)) != version:
+        if (present := installed_version(environment, package)) != version:
             raise BenchError(
-                f"{environment} has {package} {found or 'not at all'}, wanted {version}: docs/benchmarks/README.md#bench-pool says how to make it"
+                f"{environment} has {package} {present or 'not at all'}, wanted {version}: docs/benchmarks/README.md#bench-pool says how to make it"
             )
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-bench-")))
@@ -189,10 +189,10 @@ def running(environment: Path, console: Console) -> Iterator[RivalEngines]:
         config.write_text(json.dumps(_mooncake_config(master)))
         lmcache = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
         seed = {"PYTHONHASHSEED": "0"}  # vLLM's hashes of blocks are then alike in all processes
-        told = {"MOONCAKE_CONFIG_PATH": str(config), "VLLM_HOST_IP": "127.0.0.1"}
+        env = {"MOONCAKE_CONFIG_PATH": str(config), "VLLM_HOST_IP": "127.0.0.1"}
         rivals = {
             LMCACHE: Store("LMCacheMPConnector", lmcache, seed),
-            MOONCAKE: Store("MooncakeStoreConnector", {}, told | seed),
+            MOONCAKE: Store("MooncakeStoreConnector", {}, env | seed),
         }
         python = environment / "bin" / "python"
         engines = stack.enter_context(
@@ -236,8 +236,8 @@ def _lmcache_server(environment: Path, log: Path) -> Iterator[int]:
         def answers() -> bool:
             if family.returncode is not None:
                 raise BenchError(f"LMCache's server has ended: {log.read_text()[-500:]}")
-            with socket.socket() as asked:
-                return asked.connect_ex(("127.0.0.1", ports[0])) == 0
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", ports[0])) == 0
 
         until(answers, _STARTS_S, f"LMCache's server does not answer: read {log}")
         yield ports[0]

@@ -13,20 +13,20 @@ from typing import Any
 from rich.console import Console
 
 from pd_bench.handoff.pair import Prompts
+from pd_bench.harness import pids_of
 from pd_bench.pool.engines import (
     MEMORY,
     begun,
     first_token,
-    pids_of,
     until,
     wait_for_pool,
 )
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import VllmEngine, wait_all
 
 BAR = 1.05
@@ -60,10 +60,10 @@ class SlowEngines:
                 f"slow {place}",
                 "SlowPoolConnector",
                 {"kv_connector_module_path": _MODULE},
-                {VARIABLE: json.dumps(told)},
+                {VARIABLE: json.dumps(settings)},
                 pool={"memory": MEMORY},
             )
-            for place, (fault, told) in enumerate(FAULTS.items())
+            for place, (fault, settings) in enumerate(FAULTS.items())
         }
         self.all = (self.writer, self.plain, *self.slow.values())
 
@@ -104,22 +104,22 @@ class SlowEngines:
             for number in range(LEARNT_FROM + MEASURED):
                 prompt = prompts.make(prompt_tokens)
                 body = {"model": self.writer.client.model(), "prompt": prompt, "temperature": 0}
-                wanted = store.status().tiers[0].chunks + prompt_tokens // CHUNK_TOKENS
+                expected = store.status().tiers[0].chunks + prompt_tokens // CHUNK_TOKENS
                 first_token(self.writer.client, body)
                 until(
-                    lambda wanted=wanted: store.status().tiers[0].chunks >= wanted,  # type: ignore[misc]
+                    lambda expected=expected: store.status().tiers[0].chunks >= expected,  # type: ignore[misc]
                     _SAVES_S,
                     "the writer has not saved its prompt",
                 )
                 engines = [("plain", self.plain), *self.slow.items()]
-                found = {
+                seconds = {
                     name: first_token(engine.client, body)[0]
                     for name, engine in (engines if number % 2 else reversed(engines))
                 }
-                told = ", ".join(f"{name} {took_s:.3f} s" for name, took_s in found.items())
-                say(f"{'learning' if number < LEARNT_FROM else 'run'}: {told}")
+                shown = ", ".join(f"{name} {took_s:.3f} s" for name, took_s in seconds.items())
+                say(f"{'learning' if number < LEARNT_FROM else 'run'}: {shown}")
                 if number >= LEARNT_FROM:
-                    for name, took_s in found.items():
+                    for name, took_s in seconds.items():
                         times[name].append(took_s * 1e3)
         plain = Sample((mean(times["plain"]),))
         params = {"tokens": prompt_tokens, "requests": MEASURED}
@@ -140,5 +140,5 @@ def running(console: Console) -> Iterator[SlowEngines]:
     """
     with begun(SlowEngines, console) as engines:
         wait_all(engines.all, console=console)
-        wait_for_pool((one for one in engines.all if one is not engines.plain), _STARTS_S)
+        wait_for_pool((engine for engine in engines.all if engine is not engines.plain), _STARTS_S)
         yield engines

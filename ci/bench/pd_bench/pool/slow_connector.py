@@ -17,9 +17,9 @@ from pd_connector.vllm.connector import PDConnector
 
 
 def _slowly(settings: PoolSettings, opened: Any = PoolSettings.open) -> Store:
-    told = json.loads(os.environ[VARIABLE])
-    silent = threading.Event() if told.pop("silent", False) else None
-    return cast(Store, FaultyStore(opened(settings), silent=silent, **told))
+    fault_settings = json.loads(os.environ[VARIABLE])
+    silent = threading.Event() if fault_settings.pop("silent", False) else None
+    return cast(Store, FaultyStore(opened(settings), silent=silent, **fault_settings))
 
 
 PoolSettings.open = _slowly  # type: ignore[method-assign,assignment]

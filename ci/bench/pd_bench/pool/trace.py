@@ -17,13 +17,13 @@ from typing import NamedTuple
 import msgspec
 
 from pd_bench.pool.folders import own_folder
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_bench.serve.trace import TO_GET_ONE
 from pd_connector.pool.store.base import Refusal, Why
 from pd_connector.pool.store.folder import charge_of
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 SHARES = (0.1, 0.2, 0.3)
 """Room of the pool, as shares of all blocks of the trace."""
@@ -93,7 +93,7 @@ def measure(path: Path, say: Say) -> list[Comparison]:
         ours = 100 * sum(tally.hits for tally in tallies) / total
         best = exact(prompts, room)
         refused, saved = (
-            sum(getattr(one, name) for one in tallies) for name in ("refused", "saved")
+            sum(getattr(each, name) for each in tallies) for name in ("refused", "saved")
         )
         say(
             f"{share:.0%} of {blocks:,} blocks: {ours:.2f} % found, an exact LRU {best:.2f} %; {saved:,} saved, "
@@ -116,10 +116,12 @@ def measure(path: Path, say: Say) -> list[Comparison]:
 def _replayed(path: Path, room: int) -> list[Tally]:
     """All requests of a trace, each by the next free one of `PROCESSES` processes with one pool."""
     context = multiprocessing.get_context("spawn")
-    following, told = context.Value("q", 0), context.SimpleQueue()
+    following, results = context.Value("q", 0), context.SimpleQueue()
     with own_folder() as folder:
         processes = [
-            context.Process(target=_work, args=(path, folder, room, following, told), daemon=True)
+            context.Process(
+                target=_work, args=(path, folder, room, following, results), daemon=True
+            )
             for _ in range(PROCESSES)
         ]
         for process in processes:
@@ -127,8 +129,8 @@ def _replayed(path: Path, room: int) -> list[Tally]:
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
-            raise BenchError(f"processes ended with {[one.exitcode for one in processes]}")
-        return [told.get() for _ in processes]
+            raise BenchError(f"processes ended with {[each.exitcode for each in processes]}")
+        return [results.get() for _ in processes]
 
 
 def _work(
@@ -136,7 +138,7 @@ def _work(
     folder: Path,
     room: int,
     following: Synchronized[int],
-    told: SimpleQueue[Tally],
+    results: SimpleQueue[Tally],
 ) -> None:
     """In a process: take the next request, look it up, and save what is missing."""
     prompts = read_prompts(path)
@@ -148,18 +150,18 @@ def _work(
             if number >= len(prompts):
                 break
             keys = [b"%032d" % block for block in prompts[number]]
-            found = sum(one is not None for one in store.find(keys))
-            kept = [_save(store, key, parent) for parent, key in _missing(keys, found)]
+            stored = sum(place is not None for place in store.find(keys))
+            kept = [_save(store, key, parent) for parent, key in _missing(keys, stored)]
             tally = Tally(
-                tally.hits + found,
+                tally.hits + stored,
                 tally.saved + sum(kept),
                 tally.refused + len(kept) - sum(kept),
             )
-    told.put(tally)
+    results.put(tally)
 
 
-def _missing(keys: Sequence[bytes], found: int) -> list[tuple[bytes, bytes]]:
-    return list(zip([b"", *keys], keys, strict=False))[found:]
+def _missing(keys: Sequence[bytes], stored: int) -> list[tuple[bytes, bytes]]:
+    return list(zip([b"", *keys], keys, strict=False))[stored:]
 
 
 def _save(store: LocalStore, key: bytes, parent: bytes) -> bool:

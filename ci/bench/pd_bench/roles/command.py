@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pd_bench.command_output import exit_codes, report
+from pd_bench.report import BenchError, Comparison
 from pd_bench.roles import decision_cost, request_cost
 from pd_bench.roles import dop as paralleling
 from pd_bench.roles import shift as shifting
@@ -23,9 +25,7 @@ from pd_bench.roles.truth import (
     POLICIES,
     compared,
 )
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
-from pd_connector.tools.cli.bench_report import exit_codes, report
+from pd_bench.sample import Sample
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
 from scheduler_plugins.order.request import Waiting
@@ -60,17 +60,19 @@ def shift(
     """
     with exit_codes(Console(stderr=True)):
         traces = _both(code, conv, requests)
-        found = list[shifting.Shifted]()
+        results = list[shifting.Shifted]()
         for kind in _fleets(fleet):
             halves = shifting.capacities(kind, traces, jobs, _say)
-            found += [shifting.compare(kind, order, jobs, _say) for order in (halves, halves[::-1])]
-    Console().print(_rates(found))
+            results += [
+                shifting.compare(kind, order, jobs, _say) for order in (halves, halves[::-1])
+            ]
+    Console().print(_rates(results))
     tables = []
-    for one in found:
-        params = {"fleet": one.fleet.name, "traces": one.order}
+    for result in results:
+        params = {"fleet": result.fleet.name, "traces": result.order}
         rows = [
             Comparison(name, params, _one(ours), _one(theirs), "", bar, True)
-            for name, ours, theirs, bar in shifting.bars(one)
+            for name, ours, theirs, bar in shifting.bars(result)
         ]
         tables.append(("baseline", rows))
     report(tables, ["simulated, level 2: no engine was run"], json)
@@ -100,29 +102,31 @@ def steady(
         for kind in _fleets(fleet):
             halves = shifting.capacities(kind, traces, jobs, _say)
             chosen = steadying.cases(halves, minutes * 60)
-            chosen = [one for one in chosen if only in one.name]
-            for one in steadying.compare(kind, chosen, jobs, _say):
-                best = one.fixed[one.best]
-                cells = [f"{run.kept:.3f} ({run.moves})" for run in one.roles.values()]
-                ratio = f"{best.kept:.3f} ({kind.ratio_name(one.best)})"
-                rows.add_row(kind.name, one.case.name, f"{one.case.load:g}", ratio, *cells)
-                tables.append(("allowed", _steady_bars(kind, one)))
+            chosen = [case for case in chosen if only in case.name]
+            for result in steadying.compare(kind, chosen, jobs, _say):
+                best = result.fixed[result.best]
+                cells = [f"{run.kept:.3f} ({run.moves})" for run in result.roles.values()]
+                ratio = f"{best.kept:.3f} ({kind.ratio_name(result.best)})"
+                rows.add_row(kind.name, result.case.name, f"{result.case.load:g}", ratio, *cells)
+                tables.append(("allowed", _steady_bars(kind, result)))
     Console().print(rows)
     Console().print("in parentheses: moves in the whole time")
     report(tables, ["simulated, level 2: no engine was run"], json)
 
 
-def _steady_bars(fleet: FleetKind, found: steadying.Steady) -> list[Comparison]:
+def _steady_bars(fleet: FleetKind, result: steadying.Steady) -> list[Comparison]:
     params: dict[str, str | int | float] = {
         "fleet": fleet.name,
-        "workload": found.case.name,
-        "load": found.case.load,
+        "workload": result.case.name,
+        "load": result.case.load,
     }
-    ours = found.roles["pressure"]
-    below = max(0.0, 100 * (found.fixed[found.best].kept - ours.kept))
-    rows = [Comparison("points below fixed", params, _one(below), _one(found.case.points), "", 1.0)]
-    if found.case.moves is not None:
-        moves, most = _one(float(ours.moves)), _one(float(found.case.moves))
+    ours = result.roles["pressure"]
+    below = max(0.0, 100 * (result.fixed[result.best].kept - ours.kept))
+    rows = [
+        Comparison("points below fixed", params, _one(below), _one(result.case.points), "", 1.0)
+    ]
+    if result.case.moves is not None:
+        moves, most = _one(float(ours.moves)), _one(float(result.case.moves))
         rows.append(Comparison("moves", params, moves, most, "", 1.0))
     return rows
 
@@ -139,17 +143,17 @@ def dop(
     tables = []
     with exit_codes(Console(stderr=True)):
         for path in traces:
-            found = paralleling.compare(_read(path, requests), speed, jobs)
-            for one in found:
-                _say(f"{path.stem}, {one.name}: mean TTFT {one.ttft_s:.3f} s")
-            uniform = [one for one in found if one.sizes in paralleling.UNIFORM]
-            best = min(uniform, key=lambda one: one.ttft_s)
+            results = paralleling.compare(_read(path, requests), speed, jobs)
+            for result in results:
+                _say(f"{path.stem}, {result.name}: mean TTFT {result.ttft_s:.3f} s")
+            uniform = [result for result in results if result.sizes in paralleling.UNIFORM]
+            best = min(uniform, key=lambda result: result.ttft_s)
             eight = uniform[0]
-            for one in found:
-                if one.policy != "dop":
+            for result in results:
+                if result.policy != "dop":
                     continue
-                params = {"trace": path.stem, "engines": one.name}
-                ours = _one(one.ttft_s)
+                params = {"trace": path.stem, "engines": result.name}
+                ours = _one(result.ttft_s)
                 beside = f"mean TTFT beside {best.name}"
                 tables.append(
                     Comparison(beside, params, ours, _one(best.ttft_s), "s", paralleling.BAR)
@@ -204,24 +208,24 @@ def truth(
     the part in time within 10 points (mocks: 3), policies in the same order. Times are real, so the machine must be
     quiet. A policy takes three phases.
     """
-    stderr, names = Console(stderr=True), [one for one in policies.split(",") if one]
+    stderr, names = Console(stderr=True), [name for name in policies.split(",") if name]
     with exit_codes(stderr), terminate_as_interrupt():
         traces = [_read(path, None) for path in (code, conv)]
-        found = beside_live.compare(traces[0], traces[1], names, mocks, seconds, load, jobs, _say)
-    for line in found.told():
+        both = beside_live.compare(traces[0], traces[1], names, mocks, seconds, load, jobs, _say)
+    for line in both.lines():
         _say(line)
     points = POINTS_OFF_MOCKS if mocks else POINTS_OFF
-    report([("allowed", compared(found.live, found.simulated, points))], found.told(), json)
+    report([("allowed", compared(both.live, both.simulated, points))], both.lines(), json)
 
 
-def _rates(found: list[shifting.Shifted]) -> Table:
+def _rates(results: list[shifting.Shifted]) -> Table:
     names = ["best fixed", "worst fixed", shifting.ORACLE, *shifting.POLICIES]
     table = Table("fleet", "traces", *names, box=None, padding=(0, 2, 0, 0))
-    for one in found:
-        (worst, least), (best, most) = one.fixed[0], one.fixed[-1]
+    for result in results:
+        (worst, least), (best, most) = result.fixed[0], result.fixed[-1]
         cells = [f"{most:.2f} ({best})", f"{least:.2f} ({worst})"]
-        cells += [f"{one.rates[name]:.2f}" for name in names[2:]]
-        table.add_row(one.fleet.name, one.order, *cells)
+        cells += [f"{result.rates[name]:.2f}" for name in names[2:]]
+        table.add_row(result.fleet.name, result.order, *cells)
     return table
 
 

@@ -50,8 +50,8 @@ def _run(
     return Parallel(
         sizes,
         policy,
-        statistics.mean(one.ttft_s for one in served),
-        statistics.mean(one.ttft_s / one.request.tokens for one in served),
+        statistics.mean(request.ttft_s for request in served),
+        statistics.mean(request.ttft_s / request.request.tokens for request in served),
     )
 
 

@@ -74,4 +74,4 @@ LLAMA_8B = FleetKind(
     ttft_s=1.0,
     tpot_s=0.05,
 )
-FLEETS = {one.name: one for one in (OPT_13B, LLAMA_8B)}
+FLEETS = {fleet.name: fleet for fleet in (OPT_13B, LLAMA_8B)}

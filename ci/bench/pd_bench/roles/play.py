@@ -87,8 +87,10 @@ def run(
 
 def _kept(fleet: FleetKind, served: Sequence[Served]) -> float:
     kept = [
-        one.end_s is not None and one.ttft_s <= fleet.ttft_s and one.tpot_s <= fleet.tpot_s
-        for one in served
+        request.end_s is not None
+        and request.ttft_s <= fleet.ttft_s
+        and request.tpot_s <= fleet.tpot_s
+        for request in served
     ]
     return sum(kept) / len(kept)
 
@@ -140,11 +142,11 @@ def in_parallel(
     done: Callable[[tuple[object, ...], T], None],
 ) -> list[T]:
     """Call `work` with each of the arguments in processes of their own. `done` is called with each result in order."""
-    found = list[T]()
+    results = list[T]()
     with ProcessPoolExecutor(jobs) as pool:
         for given, result in zip(
             arguments, pool.map(work, *zip(*arguments, strict=True)), strict=True
         ):
             done(given, result)
-            found.append(result)
-    return found
+            results.append(result)
+    return results

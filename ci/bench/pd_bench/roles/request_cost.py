@@ -17,11 +17,11 @@ from pathlib import Path
 
 import aiohttp
 
+from pd_bench.report import BenchError, Comparison
 from pd_bench.roles.play import Say
 from pd_bench.router import scaled
 from pd_bench.router.mocks import MockProcess
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from pd_connector.tools.launch import RouterProcess, stop_services, wait_all
 from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.profile import save
@@ -65,17 +65,17 @@ def compare(requests: int, rounds: int, say: Say) -> Comparison:
         PDConnectorError: a process does not start, or a request failed.
     """
     with _routers() as (ours, without):
-        for one in (ours, without):
-            asyncio.run(_send(one.base_url, requests // 4))
+        for side in (ours, without):
+            asyncio.run(_send(side.base_url, requests // 4))
         took: dict[RouterProcess, list[float]] = {ours: [], without: []}
         for number in range(1, rounds + 1):
-            for one, found in took.items():
-                begun_s = cpu_s(one)
-                asyncio.run(_send(one.base_url, requests))
-                found.append((cpu_s(one) - begun_s) / requests * PER)
-            last = ", ".join(f"{one.name} {found[-1]:.2f} s" for one, found in took.items())
+            for side, seconds in took.items():
+                begun_s = cpu_s(side)
+                asyncio.run(_send(side.base_url, requests))
+                seconds.append((cpu_s(side) - begun_s) / requests * PER)
+            last = ", ".join(f"{side.name} {seconds[-1]:.2f} s" for side, seconds in took.items())
             say(f"round {number} of {rounds}, CPU time of {PER:,} requests: {last}")
-    samples = [Sample(tuple(found)) for found in took.values()]
+    samples = [Sample(tuple(seconds)) for seconds in took.values()]
     params: dict[str, str | int | float] = {"against": "without roles"}
     return Comparison(f"CPU of {PER:,} requests", params, samples[0], samples[1], "s", BAR)
 
@@ -85,15 +85,15 @@ def _routers() -> Iterator[tuple[RouterProcess, RouterProcess]]:
     logs = log_folder()
     save(costs := logs / "costs.json", scaled.whole_costs())
     engines = [MockProcess(f"engine{n}", costs, SPEED, logs / f"engine{n}.log") for n in range(2)]
-    urls = [one.base_url for one in engines]
+    urls = [engine.base_url for engine in engines]
     sides = urls[:1], urls[1:]
     ours = RouterProcess(
         *sides, name="with roles", args=["--roles", "pressure"], log_path=logs / "ours.log"
     )
     without = UnknowingRouter(*sides, name="without roles", log_path=logs / "without.log")
     try:
-        for one in engines:
-            one.start()
+        for engine in engines:
+            engine.start()
         wait_all(engines)
         yield ours.start().wait_ready(), without.start().wait_ready()
     finally:

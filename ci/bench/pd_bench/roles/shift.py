@@ -51,8 +51,8 @@ class Shifted(NamedTuple):
     @property
     def fixed(self) -> list[tuple[str, float]]:
         """Fixed ratios, the worst first."""
-        found = [(name, rate) for name, rate in self.rates.items() if name[0].isdigit()]
-        return sorted(found, key=lambda one: one[1])
+        fixed_rates = [(name, rate) for name, rate in self.rates.items() if name[0].isdigit()]
+        return sorted(fixed_rates, key=lambda pair: pair[1])
 
 
 def capacities(
@@ -66,10 +66,10 @@ def capacities(
             f"{fleet.name}, {given[1]}: {fleet.ratio_name(int(str(given[3])))} sustains {per_s:.1f} requests a second"
         )
 
-    found = in_parallel(jobs, _sustained, arguments, done)
+    sustained = in_parallel(jobs, _sustained, arguments, done)
     each = len(fleet.ratios)
     return [
-        Half(name, traces[name], Sustained(found[n * each : (n + 1) * each]))
+        Half(name, traces[name], Sustained(sustained[n * each : (n + 1) * each]))
         for n, name in enumerate(traces)
     ]
 
@@ -87,14 +87,14 @@ def compare(fleet: FleetKind, halves: Sequence[Half], jobs: int, say: Say) -> Sh
     def done(given: tuple[object, ...], rate: float) -> None:
         say(f"{fleet.name}, {order}: {given[2]} sustains {rate:.3f} of both capacities")
 
-    found = in_parallel(jobs, _rate, [(fleet, halves, name) for name in contenders], done)
-    return Shifted(fleet, order, {**rates, **dict(zip(contenders, found, strict=True))})
+    sustained_rates = in_parallel(jobs, _rate, [(fleet, halves, name) for name in contenders], done)
+    return Shifted(fleet, order, {**rates, **dict(zip(contenders, sustained_rates, strict=True))})
 
 
-def bars(found: Shifted) -> list[tuple[str, float, float, float | None]]:
+def bars(shifted: Shifted) -> list[tuple[str, float, float, float | None]]:
     """Rows of (name, ours, baseline, bar); bars are the least ratio."""
-    rates, best = found.rates, found.fixed[-1][1]
-    dear = found.fleet is OPT_13B or found.fleet.name == OPT_13B.name
+    rates, best = shifted.rates, shifted.fixed[-1][1]
+    dear = shifted.fleet is OPT_13B or shifted.fleet.name == OPT_13B.name
     return [
         ("pressure beside the oracle", rates["pressure"], rates[ORACLE], OF_ORACLE),
         ("pressure beside the best fixed", rates["pressure"], best, OVER_FIXED if dear else 1.0),

@@ -54,19 +54,19 @@ class Steady(NamedTuple):
 
 def cases(halves: Sequence[Half], seconds: float) -> list[Case]:
     """All workloads. A load of 1.0 is the capacity of the best fixed ratio for that trace."""
-    found = list[Case]()
+    made = list[Case]()
     for half in halves:
         near = _near(half)
         for load in LOADS:
             points = POINTS if load <= 0.8 else POINTS_NEAR_FULL
             per_s = load * half.capacity.most
             timed = _drawn([half], seconds, _constant(per_s), _constant(0.0))
-            found.append(Case(f"Poisson, {half.name}", load, points, MOST_MOVES, timed, near))
+            made.append(Case(f"Poisson, {half.name}", load, points, MOST_MOVES, timed, near))
             played = _replayed(half, per_s, seconds)
-            found.append(Case(half.name, load, points, None, played, near))
+            made.append(Case(half.name, load, points, None, played, near))
         rate = partial(_step, half.capacity.most, seconds)
         steps = _drawn([half], seconds, rate, _constant(0.0))
-        found.append(Case(f"steps, {half.name}", 0.9, POINTS_NEAR_FULL, None, steps, near))
+        made.append(Case(f"steps, {half.name}", 0.9, POINTS_NEAR_FULL, None, steps, near))
     between = sorted({p for half in halves for p in _near(half)})
     ratios = range(between[0], between[-1] + 1)
     capacities = (halves[0].capacity.most, halves[1].capacity.most)
@@ -74,26 +74,28 @@ def cases(halves: Sequence[Half], seconds: float) -> list[Case]:
         share, rate = partial(_share, period_s), partial(_swinging, capacities, period_s)
         timed = _drawn(halves, seconds, rate, share)
         name = f"sine of mix, {period_s:g} s"
-        found.append(Case(name, SINE_LOAD, POINTS_NEAR_FULL, None, timed, ratios))
-    return found
+        made.append(Case(name, SINE_LOAD, POINTS_NEAR_FULL, None, timed, ratios))
+    return made
 
 
 def compare(fleet: FleetKind, given: Sequence[Case], jobs: int, say: Say) -> list[Steady]:
     """Fixed ratios and policies, for each workload. Policies start with the best of the fixed ratios."""
-    found = list[Steady]()
+    results = list[Steady]()
     for case in given:
         fixed_runs = [(fleet, case.requests, p, "") for p in case.ratios]
         fixed = dict(zip(case.ratios, in_parallel(jobs, play, fixed_runs, _quiet), strict=True))
         best = max(fixed, key=lambda p: fixed[p].kept)
         runs = [(fleet, case.requests, best, name) for name in POLICIES]
         roles = dict(zip(POLICIES, in_parallel(jobs, play, runs, _quiet), strict=True))
-        found.append(Steady(case, fixed, roles))
-        told = ", ".join(f"{name} {one.kept:.3f} ({one.moves})" for name, one in roles.items())
+        results.append(Steady(case, fixed, roles))
+        shown = ", ".join(
+            f"{name} {outcome.kept:.3f} ({outcome.moves})" for name, outcome in roles.items()
+        )
         say(
             f"{fleet.name}, {case.name} at {case.load}: {fleet.ratio_name(best)} "
-            f"{fixed[best].kept:.3f}, {told}"
+            f"{fixed[best].kept:.3f}, {shown}"
         )
-    return found
+    return results
 
 
 def _near(half: Half) -> range:
@@ -108,11 +110,11 @@ def _replayed(half: Half, per_s: float, seconds: float) -> list[Waiting]:
     count, long_s = round(per_s * seconds), len(half.requests) / per_s
     return [
         replace(
-            one,
+            request,
             id=str(n),
-            arrival_s=n // len(half.requests) * long_s + (one.arrival_s - begun_s) * scale,
+            arrival_s=n // len(half.requests) * long_s + (request.arrival_s - begun_s) * scale,
         )
-        for n, one in enumerate(islice(cycle(half.requests), count))
+        for n, request in enumerate(islice(cycle(half.requests), count))
     ]
 
 
@@ -143,13 +145,13 @@ def _drawn(
     second: Callable[[float], float],
 ) -> list[Waiting]:
     """Requests drawn from traces, at random times of this rate. `second`: share of the second trace at a time."""
-    random, now_s, found = Random(0), 0.0, list[Waiting]()
+    random, now_s, requests = Random(0), 0.0, list[Waiting]()
     while now_s < seconds:
         now_s += random.expovariate(rate(now_s))
         half = halves[random.random() < second(now_s)]
-        one = random.choice(half.requests)
-        found.append(replace(one, id=str(len(found)), arrival_s=now_s))
-    return found
+        request = random.choice(half.requests)
+        requests.append(replace(request, id=str(len(requests)), arrival_s=now_s))
+    return requests
 
 
 def _quiet(given: tuple[object, ...], result: Outcome) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import NamedTuple, Protocol
 
+from pd_bench.report import Comparison
 from pd_bench.roles.fleets import FleetKind
 from pd_bench.roles.play import Say, Sustained, in_parallel, run, sustained
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.cluster import Change, Cluster
@@ -53,11 +53,14 @@ class Figures(NamedTuple):
     @classmethod
     def of(cls, fleet: FleetKind, outcomes: Sequence[Outcome | None], moves: int) -> Figures:
         """`outcomes`: None for a request without an answer."""
-        answered = [one for one in outcomes if one is not None]
-        kept = sum(one.ttft_s <= fleet.ttft_s and one.tpot_s <= fleet.tpot_s for one in answered)
+        answered = [outcome for outcome in outcomes if outcome is not None]
+        kept = sum(
+            outcome.ttft_s <= fleet.ttft_s and outcome.tpot_s <= fleet.tpot_s
+            for outcome in answered
+        )
         return cls(
-            statistics.mean(one.ttft_s for one in answered),
-            statistics.mean(one.tpot_s for one in answered if one.tpot_s),
+            statistics.mean(outcome.ttft_s for outcome in answered),
+            statistics.mean(outcome.tpot_s for outcome in answered if outcome.tpot_s),
             kept / len(outcomes),
             moves,
         )
@@ -82,12 +85,16 @@ def plan(
     say: Say,
 ) -> Plan:
     """Three phases of `seconds` each."""
-    arguments = [(fleet, one, p) for one in (code, conv) for p in fleet.ratios]
-    found = in_parallel(jobs, sustained, arguments, lambda given, result: None)
+    arguments = [
+        (fleet, trace_requests, p) for trace_requests in (code, conv) for p in fleet.ratios
+    ]
+    sustained_rates = in_parallel(jobs, sustained, arguments, lambda given, result: None)
     each = len(fleet.ratios)
-    capacities = [Sustained(found[:each]), Sustained(found[each:])]
-    for name, one in zip(("code", "conversations"), capacities, strict=True):
-        say(f"{name}: {fleet.ratio_name(one.prefill)} sustains {one.most:.2f} requests a second")
+    capacities = [Sustained(sustained_rates[:each]), Sustained(sustained_rates[each:])]
+    for name, capacity in zip(("code", "conversations"), capacities, strict=True):
+        say(
+            f"{name}: {fleet.ratio_name(capacity.prefill)} sustains {capacity.most:.2f} requests a second"
+        )
     rates = [load * capacities[n].most for n in (0, 1, 0)]
     parts, taken = list[Sequence[Waiting]](), [0, 0]
     for phase, per_s in enumerate(rates):
@@ -111,7 +118,9 @@ def busy(fleet: FleetKind, given: Plan, policy: str) -> Busy:
     samples = list[list[tuple[float, float]]]()
 
     def sample(cluster: Cluster, now_s: float) -> None:
-        samples.append([(one.prefilling_s, one.decoding_s) for one in cluster.nodes.values()])
+        samples.append(
+            [(shares_of.prefilling_s, shares_of.decoding_s) for shares_of in cluster.nodes.values()]
+        )
 
     count = round(given.requests[-1].arrival_s / SAMPLE_S)
     changes = [Change(n * SAMPLE_S, sample) for n in range(count + 1)]
@@ -119,59 +128,61 @@ def busy(fleet: FleetKind, given: Plan, policy: str) -> Busy:
     computed, beside = [0.0, 0.0], [0.0, 0.0]
     for before, after in pairwise(samples):
         spent = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, after, strict=True)]
-        shares = [min(1.0, sum(one) / SAMPLE_S) for one in spent]
-        for one, share in zip(spent, shares, strict=True):
+        shares = [min(1.0, sum(shares_of) / SAMPLE_S) for shares_of in spent]
+        for shares_of, share in zip(spent, shares, strict=True):
             for kind in (0, 1):
-                computed[kind] += one[kind]
-                beside[kind] += one[kind] * (sum(shares) - share)
+                computed[kind] += shares_of[kind]
+                beside[kind] += shares_of[kind] * (sum(shares) - share)
     return Busy(*(b / c if c else 0.0 for b, c in zip(beside, computed, strict=True)))
 
 
 def simulated(fleet: FleetKind, given: Plan, policy: str) -> Figures:
     """The simulator's figures."""
     served, moves = run(fleet, given.requests, given.prefill, policy)
-    return Figures.of(fleet, [None if one.end_s is None else one for one in served], moves)
+    return Figures.of(
+        fleet, [None if request.end_s is None else request for request in served], moves
+    )
 
 
 def compared(
-    live: Mapping[str, Figures], told: Mapping[str, Figures], points: float
+    live: Mapping[str, Figures], simulated_figures: Mapping[str, Figures], points: float
 ) -> list[Comparison]:
     """The simulator's errors beside the allowed errors. `points`: the allowed error of the parts in time."""
     rows = list[Comparison]()
     for name, ours in live.items():
-        theirs, params = told[name], {"roles": name}
-        for what, found, model in (
+        theirs, params = simulated_figures[name], {"roles": name}
+        for what, live_value, model in (
             ("mean TTFT off", ours.ttft_s, theirs.ttft_s),
             ("mean TPOT off", ours.tpot_s, theirs.tpot_s),
         ):
-            off = abs(model / found - 1) * 100
+            off = abs(model / live_value - 1) * 100
             rows.append(Comparison(what, params, _one(off), _one(TIME_OFF), "%", 1.0))
         off = abs(theirs.kept - ours.kept) * 100
         rows.append(Comparison("in time off", params, _one(off), _one(points), "points", 1.0))
-    wrong = float(len(swapped(live, told)))
+    wrong = float(len(swapped(live, simulated_figures)))
     rows.append(Comparison("policies in another order", {}, _one(wrong), _one(0.5), "pairs", 1.0))
     return rows
 
 
-def swapped(live: Mapping[str, Figures], told: Mapping[str, Figures]) -> list[tuple[str, str]]:
+def swapped(live: Mapping[str, Figures], model: Mapping[str, Figures]) -> list[tuple[str, str]]:
     """Pairs of policies that the simulator ranks the other way round, by more than a point on both sides."""
-    found = []
-    for one, other in combinations(live, 2):
-        apart = [round(100 * (side[one].kept - side[other].kept), 1) for side in (live, told)]
+    pairs = []
+    for first, other in combinations(live, 2):
+        apart = [round(100 * (side[first].kept - side[other].kept), 1) for side in (live, model)]
         if min(apart) < -1.0 and max(apart) > 1.0:
-            found.append((one, other))
-    return found
+            pairs.append((first, other))
+    return pairs
 
 
 def scaled(requests: Sequence[Waiting], prompts: float, answers: float) -> list[Waiting]:
     """The requests with shorter prompts and answers; an answer has at least two tokens, so that it has a TPOT."""
     return [
         replace(
-            one,
-            tokens=max(1, round(one.tokens / prompts)),
-            max_tokens=max(2, round(one.max_tokens / answers)),
+            request,
+            tokens=max(1, round(request.tokens / prompts)),
+            max_tokens=max(2, round(request.max_tokens / answers)),
         )
-        for one in requests
+        for request in requests
     ]
 
 

@@ -20,13 +20,13 @@ class Beside:
     live: Mapping[str, Figures]
     simulated: Mapping[str, Figures]
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """A line for each policy and side."""
         return [
-            f"{name}, {side}: mean TTFT {one.ttft_s:.3f} s, mean TPOT {one.tpot_s * 1e3:.1f} ms, "
-            f"{100 * one.kept:.1f} % in time, {one.moves} moves"
+            f"{name}, {side}: mean TTFT {figures.ttft_s:.3f} s, mean TPOT {figures.tpot_s * 1e3:.1f} ms, "
+            f"{100 * figures.kept:.1f} % in time, {figures.moves} moves"
             for name in self.live
-            for side, one in (("live", self.live[name]), ("simulated", self.simulated[name]))
+            for side, figures in (("live", self.live[name]), ("simulated", self.simulated[name]))
         ]
 
 
@@ -62,12 +62,12 @@ def compare(
 
 
 def _both(live: truth_live.Live, given: Plan, policies: Sequence[str], say: Say) -> Beside:
-    rates = ", ".join(f"{one:.2f}" for one in given.per_s)
+    rates = ", ".join(f"{rate:.2f}" for rate in given.per_s)
     say(f"{len(given.requests):,} requests, {rates} a second in the three phases")
-    found, told = dict[str, Figures](), dict[str, Figures]()
+    live_figures, simulated_figures = dict[str, Figures](), dict[str, Figures]()
     for name in policies:
-        found[name] = truth_live.measured(live, given, name, say)
-        told[name] = simulated(live.fleet, given, name)
-        for line in Beside({name: found[name]}, {name: told[name]}).told():
+        live_figures[name] = truth_live.measured(live, given, name, say)
+        simulated_figures[name] = simulated(live.fleet, given, name)
+        for line in Beside({name: live_figures[name]}, {name: simulated_figures[name]}).lines():
             say(line)
-    return Beside(found, told)
+    return Beside(live_figures, simulated_figures)

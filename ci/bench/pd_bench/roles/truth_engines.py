@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 from pd_bench.model import KV_BYTES_PER_TOKEN, MADE_UP_WEIGHTS, write_model
+from pd_bench.report import BenchError
 from pd_bench.roles import truth
 from pd_bench.roles.fleets import FleetKind
 from pd_bench.roles.play import Say
@@ -21,7 +22,6 @@ from pd_bench.roles.truth_live import Live, routed
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play
 from pd_bench.serve.stack import OUR_SCHEDULER
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.model import CostModel, StepLoad
@@ -63,17 +63,17 @@ def engines(
     Args:
         busy: how busy they will be, by a simulation with these costs.
     """
-    lengths = sorted(one.tokens + one.max_tokens for one in requests)
+    lengths = sorted(request.tokens + request.max_tokens for request in requests)
     longest, usual = lengths[-1], lengths[int(USUAL * len(lengths))]
     with tempfile.TemporaryDirectory(prefix="pd-connector-model-") as folder:
         model, logs = write_model(Path(folder)), log_folder()
         say(f"logs in {logs}")
         made = _made(model, longest + 64, logs)
         try:
-            for one in made:
-                one.start()
+            for engine in made:
+                engine.start()
             wait_all(made)
-            urls = [one.base_url for one in made]
+            urls = [engine.base_url for engine in made]
             say("measuring an engine while the others rest")
             rested = asyncio.run(_at_rest(urls[0], usual))
             fleet = FleetKind(
@@ -135,8 +135,8 @@ async def _costs_beside(
     async with connect(urls[0]) as client:
         for seed, (beside, only) in enumerate(kinds, AT_REST_SEED + 1):
             async with _serving(urls[1:], requests, beside / len(urls[1:])):
-                wanted = _wanted(longest)
-                measured += (await time_steps(client, wanted, _silent, seed, only)).measured
+                plan_measured = _wanted(longest)
+                measured += (await time_steps(client, plan_measured, _silent, seed, only)).measured
     return fit(measured, STEP_TOKENS)
 
 
@@ -171,7 +171,7 @@ async def _serving(
         for task in tasks:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-    if failed := [one for one in ended if isinstance(one, Exception)]:
+    if failed := [result for result in ended if isinstance(result, Exception)]:
         raise failed[0]
 
 
@@ -180,8 +180,8 @@ async def _serve(url: str, requests: Sequence[Waiting], part: float, random: Ran
     async with connect(url) as client:
         pool = await client.pool()
         while True:
-            one, begun_s = random.choice(requests), time.perf_counter()
-            await client.complete(random.choices(pool, k=one.tokens), one.max_tokens)
+            request, begun_s = random.choice(requests), time.perf_counter()
+            await client.complete(random.choices(pool, k=request.tokens), request.max_tokens)
             took_s = time.perf_counter() - begun_s
             await asyncio.sleep(took_s * (1 - part) / part)
 
@@ -194,11 +194,11 @@ def _handoff_s(live: Live, costs: CostModel) -> float:
     sent = [Sent(n * 1.0, text, 2, tokens) for n, text in enumerate(prompts)]
     with routed(live, 1, "fixed") as router:
         answers = asyncio.run(play([router.base_url], sent, 1.0))[AT_REST:]
-    if failed := [one for one in answers if not one.served]:
+    if failed := [answer for answer in answers if not answer.served]:
         raise BenchError(f"a request at rest failed: {failed[0].status} {failed[0].error}")
     return max(
         0.0,
-        statistics.median(one.ttft_s for one in answers) - costs.prefill_s(tokens) - costs.d0,
+        statistics.median(answer.ttft_s for answer in answers) - costs.prefill_s(tokens) - costs.d0,
     )
 
 

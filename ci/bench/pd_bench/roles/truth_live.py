@@ -11,13 +11,13 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from pd_bench.report import BenchError
 from pd_bench.roles.fleets import FleetKind
 from pd_bench.roles.play import Say
 from pd_bench.roles.truth import Figures, Plan
 from pd_bench.router import sending
 from pd_bench.router.mocks import MockProcess
 from pd_bench.router.scaled import Sent
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import RouterProcess, Service, stop_services, wait_all
 from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.profile import save
@@ -66,8 +66,8 @@ def mocks(fleet: FleetKind, say: Say) -> Iterator[Live]:
         for n in range(fleet.engines)
     ]
     try:
-        for one in engines:
-            one.start()
+        for engine in engines:
+            engine.start()
         wait_all(engines)
         yield Live(fleet, engines, BYTES_PER_TOKEN, costs, logs)
     finally:
@@ -77,7 +77,7 @@ def mocks(fleet: FleetKind, say: Say) -> Iterator[Live]:
 @contextmanager
 def routed(live: Live, prefill: int, policy: str) -> Iterator[RouterProcess]:
     """A router in front of these engines, the first `prefill` of which prefill."""
-    urls = [one.base_url for one in live.engines]
+    urls = [engine.base_url for engine in live.engines]
     args = ["--roles", policy, "--profile", str(live.profile)]
     log = live.logs / f"router-{policy}.log"
     router = RouterProcess(urls[:prefill], urls[prefill:], args=args, log_path=log)
@@ -93,7 +93,7 @@ def measured(live: Live, given: Plan, policy: str, say: Say) -> Figures:
     Raises:
         BenchError: more than one in a hundred requests failed.
     """
-    sent = [_sent(one, policy, live.letters) for one in given.requests]
+    sent = [_sent(request, policy, live.letters) for request in given.requests]
     with routed(live, given.prefill, policy) as router:
         tenth = max(1, len(sent) // 10)
 
@@ -103,22 +103,24 @@ def measured(live: Live, given: Plan, policy: str, say: Say) -> Figures:
 
         outcomes = asyncio.run(sending.play([router.base_url], sent, 1.0, note))
         moves = router.metrics().total(_MOVES, cause=policy)
-    failed = [one for one in outcomes if not one.served]
+    failed = [outcome for outcome in outcomes if not outcome.served]
     if len(failed) > MOST_FAILED * len(outcomes):
         raise BenchError(
             f"{policy}: {len(failed)} of {len(outcomes)} requests failed, the first: "
             f"{failed[0].status} {failed[0].error}; see {router.log_path}"
         )
     answers = [
-        Answered(one.ttft_s, (one.end_s - one.ttft_s) / max(1, asked.max_tokens - 1))
-        if one.served
+        Answered(
+            outcome.ttft_s, (outcome.end_s - outcome.ttft_s) / max(1, sent_request.max_tokens - 1)
+        )
+        if outcome.served
         else None
-        for one, asked in zip(outcomes, sent, strict=True)
+        for outcome, sent_request in zip(outcomes, sent, strict=True)
     ]
     return Figures.of(live.fleet, answers, round(moves))
 
 
-def _sent(one: Waiting, run: str, letters: int) -> Sent:
+def _sent(request: Waiting, run: str, letters: int) -> Sent:
     """Every prompt is new in every run: the traces share no prefixes."""
-    text = "".join(Random(f"{run} {one.id}").choices(_LETTERS, k=one.tokens * letters))
-    return Sent(one.arrival_s, text, one.max_tokens, one.tokens)
+    text = "".join(Random(f"{run} {request.id}").choices(_LETTERS, k=request.tokens * letters))
+    return Sent(request.arrival_s, text, request.max_tokens, request.tokens)

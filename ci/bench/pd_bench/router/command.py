@@ -11,14 +11,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import BAR_MISSED, exit_codes, report
+from pd_bench.report import BenchError
 from pd_bench.router import deaths as dying
 from pd_bench.router import overload as overloaded
 from pd_bench.router import processes as multiplied
 from pd_bench.router import rotations, scaled, truth, truth_engines
 from pd_bench.router import two as doubled
 from pd_bench.router.contenders import OURS, Ours, peers, version
-from pd_connector.tools.bench.report import BenchError
-from pd_connector.tools.cli.bench_report import BAR_MISSED, exit_codes, report
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 from pd_connector.tools.output import Json
 from scheduler_plugins.order.request import Waiting
@@ -76,17 +76,17 @@ def beside_peers(
         # Started as users start it, so the router learns the engines' costs.
         contenders = [Ours(OURS, policy=policy, profiled=False), *others]
         sent = scaled.sent(recorded)
-        found = rotations.rotate(contenders, sent, windows, rounds, speed, _say(stderr))
-        seen = rotations.seen(found[OURS], windows)
-        said = truth.simulated(recorded, policy, [range(one.first, one.end) for one in windows])
+        measured = rotations.rotate(contenders, sent, windows, rounds, speed, _say(stderr))
+        seen = rotations.seen(measured[OURS], windows)
+        said = truth.simulated(recorded, policy, [range(span.first, span.end) for span in windows])
     envs = (("vllm-router", vllm_env), ("sglang-router", sglang_env))
     notes = [f"{name} {version(env, name)}" for name, env in envs if env is not None]
     off = [
         row
-        for window, live, told in zip(windows, seen, said, strict=True)
-        for row in truth.compared(window.name, live, told)
+        for window, live, model in zip(windows, seen, said, strict=True)
+        for row in truth.compared(window.name, live, model)
     ]
-    tables = [*rotations.compared(found, windows), ("allowed", off)]
+    tables = [*rotations.compared(measured, windows), ("allowed", off)]
     report(tables, [*notes, _played(speed)], json)
 
 
@@ -110,9 +110,9 @@ def simulator_beside_live(
     stderr = Console(stderr=True)
     if engines:
         with exit_codes(stderr), terminate_as_interrupt():
-            live, told = truth_engines.compare(trace, requests, policy, _say(stderr))
+            live, model = truth_engines.compare(trace, requests, policy, _say(stderr))
         report(
-            [("allowed", truth.compared(f"1-{requests:,}", live, told))], _both(live, told), json
+            [("allowed", truth.compared(f"1-{requests:,}", live, model))], _both(live, model), json
         )
         return
     with exit_codes(stderr), terminate_as_interrupt():
@@ -121,9 +121,9 @@ def simulator_beside_live(
         ours, sent = Ours(OURS, policy=policy), scaled.sent(recorded)
         run = rotations.measure(ours, sent, [window], speed, _say(stderr))
         (live,) = rotations.seen([run], [window])
-        (told,) = truth.simulated(recorded, policy, [range(len(recorded))])
-    rows = truth.compared(window.name, live, told)
-    report([("allowed", rows)], [*_both(live, told), _played(speed)], json)
+        (model,) = truth.simulated(recorded, policy, [range(len(recorded))])
+    rows = truth.compared(window.name, live, model)
+    report([("allowed", rows)], [*_both(live, model), _played(speed)], json)
 
 
 @app.command("overload")
@@ -138,11 +138,11 @@ def twice_the_load(
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, rate=2 * CAPACITY))
-        found = overloaded.compare(sent, rounds, speed, _say(stderr))
+        comparisons = overloaded.compare(sent, rounds, speed, _say(stderr))
     promise = (
         f"in time: {overloaded.TTFT_S:g} s to the first token, {overloaded.TPOT_S:g} s a token"
     )
-    report([("lets all in", found)], [promise, _played(speed)], json)
+    report([("lets all in", comparisons)], [promise, _played(speed)], json)
 
 
 @app.command("two")
@@ -159,8 +159,8 @@ def two_routers(
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, rate=0.8 * CAPACITY))
         ours = Ours(OURS, policy=policy)
-        found = doubled.compare(ours, sent, rounds, speed, _say(stderr))
-    report([("one router", found)], [_played(speed)], json)
+        comparisons = doubled.compare(ours, sent, rounds, speed, _say(stderr))
+    report([("one router", comparisons)], [_played(speed)], json)
 
 
 @app.command("workers")
@@ -205,18 +205,18 @@ def killed_engines(
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, answers=1))
-        found = dying.measure(Ours(OURS), sent, speed, every_s, _say(stderr))
+        deaths = dying.measure(Ours(OURS), sent, speed, every_s, _say(stderr))
     console = Console()
     for what, value in (
-        ("requests", found.requests),
-        ("engines killed", found.killed),
-        ("streams that went on at another engine", f"{found.resumed:.0f}"),
-        ("lost", len(found.lost)),
-        ("answers with tokens twice or missing", found.miscounted),
-        *(("lost", f"{one.status} {one.error}") for one in found.lost[:5]),
+        ("requests", deaths.requests),
+        ("engines killed", deaths.killed),
+        ("streams that went on at another engine", f"{deaths.resumed:.0f}"),
+        ("lost", len(deaths.lost)),
+        ("answers with tokens twice or missing", deaths.miscounted),
+        *(("lost", f"{outcome.status} {outcome.error}") for outcome in deaths.lost[:5]),
     ):
         console.print(f"{what}: {value}", markup=False, highlight=False)
-    raise typer.Exit(BAR_MISSED if found.lost or found.miscounted else 0)
+    raise typer.Exit(BAR_MISSED if deaths.lost or deaths.miscounted else 0)
 
 
 def _read(
@@ -232,10 +232,10 @@ def _say(console: Console) -> Callable[[str], None]:
     return partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
-def _both(live: truth.Seen, told: truth.Seen) -> list[str]:
+def _both(live: truth.Seen, model: truth.Seen) -> list[str]:
     return [
-        f"{name}: mean TTFT {one.ttft_s:.3f} s, hit {one.hit:.3f}"
-        for name, one in (("live", live), ("simulated", told))
+        f"{name}: mean TTFT {seen.ttft_s:.3f} s, hit {seen.hit:.3f}"
+        for name, seen in (("live", live), ("simulated", model))
     ]
 
 

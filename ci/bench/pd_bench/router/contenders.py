@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pd_bench.peer_environment import how_to_make, installed_version
+from pd_bench.report import BenchError
 from pd_bench.router.mocks import MockProcess
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import RouterProcess, Service
 from scheduler_plugins.router.policies.registry import DEFAULT
 
@@ -38,6 +39,21 @@ class PeerProcess(Service):
         return "waiting for the engines"
 
 
+class Engines(NamedTuple):
+    """The engines behind one router, and what the router is started with."""
+
+    prefill: Sequence[MockProcess]
+    decode: Sequence[MockProcess]
+    profile: Path  # their cost model
+    log: Path  # of the router
+
+    @property
+    def urls(self) -> tuple[list[str], list[str]]:
+        """Base URLs of the prefill and of the decode engines."""
+        prefill, decode = ([engine.base_url for engine in side] for side in self[:2])
+        return prefill, decode
+
+
 @dataclass(frozen=True)
 class Contender(ABC):
     """A router and the engines that it needs."""
@@ -48,14 +64,8 @@ class Contender(ABC):
     mock_args: tuple[str, ...] = ()
 
     @abstractmethod
-    def router(
-        self,
-        prefill: Sequence[MockProcess],
-        decode: Sequence[MockProcess],
-        profile: Path,
-        log: Path,
-    ) -> Service:
-        """The router in front of these engines, not yet started. `profile`: their cost model."""
+    def router(self, engines: Engines) -> Service:
+        """The router in front of these engines, not yet started."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +77,11 @@ class Ours(Contender):
     """Whether it gets the engines' cost model. If not, it learns the model."""
     args: tuple[str, ...] = ()
 
-    def router(
-        self,
-        prefill: Sequence[MockProcess],
-        decode: Sequence[MockProcess],
-        profile: Path,
-        log: Path,
-    ) -> Service:
-        urls = [[one.base_url for one in side] for side in (prefill, decode)]
+    def router(self, engines: Engines) -> Service:
         args = ["--policy", self.policy, "--log-level", "WARNING"]
-        args += ["--profile", str(profile)] if self.profiled else []
-        args += ["--kv-events", *(one.events for one in prefill), *self.args]
-        return RouterProcess(*urls, name=self.name, args=args, log_path=log)
+        args += ["--profile", str(engines.profile)] if self.profiled else []
+        args += ["--kv-events", *(engine.events for engine in engines.prefill), *self.args]
+        return RouterProcess(*engines.urls, name=self.name, args=args, log_path=engines.log)
 
 
 @dataclass(frozen=True)
@@ -87,18 +90,12 @@ class Vllms(Contender):
 
     env: Path = Path()
 
-    def router(
-        self,
-        prefill: Sequence[MockProcess],
-        decode: Sequence[MockProcess],
-        profile: Path,
-        log: Path,
-    ) -> Service:
+    def router(self, engines: Engines) -> Service:
         args = ["--vllm-pd-disaggregation", "--policy", "cache_aware", "--kv-connector", "nixl"]
-        for option, side in (("--prefill", prefill), ("--decode", decode)):
-            for one in side:
-                args += [option, one.base_url]
-        return PeerProcess(self.name, _program(self.env, "vllm-router"), args, log)
+        for option, urls in zip(("--prefill", "--decode"), engines.urls, strict=True):
+            for url in urls:
+                args += [option, url]
+        return PeerProcess(self.name, _program(self.env, "vllm-router"), args, engines.log)
 
 
 @dataclass(frozen=True)
@@ -111,23 +108,18 @@ class Sglangs(Contender):
 
     env: Path = Path()
 
-    def router(
-        self,
-        prefill: Sequence[MockProcess],
-        decode: Sequence[MockProcess],
-        profile: Path,
-        log: Path,
-    ) -> Service:
+    def router(self, engines: Engines) -> Service:
         args = ["launch", "--policy", "cache_aware"]
+        prefill, decode = engines.urls
         if decode:
             args.append("--pd-disaggregation")
-            for one in prefill:
-                args += ["--prefill", one.base_url, str(one.port)]
-            for one in decode:
-                args += ["--decode", one.base_url]
+            for engine in engines.prefill:
+                args += ["--prefill", engine.base_url, str(engine.port)]
+            for url in decode:
+                args += ["--decode", url]
         else:
-            args += ["--worker-urls", *(one.base_url for one in prefill)]
-        return PeerProcess(self.name, _program(self.env, "smg"), args, log)
+            args += ["--worker-urls", *prefill]
+        return PeerProcess(self.name, _program(self.env, "smg"), args, engines.log)
 
 
 def peers(vllm_env: Path | None, sglang_env: Path | None) -> list[Contender]:
@@ -136,22 +128,22 @@ def peers(vllm_env: Path | None, sglang_env: Path | None) -> list[Contender]:
     Raises:
         BenchError: an environment lacks its router; the message says how to make it.
     """
-    found: list[Contender] = []
+    contenders: list[Contender] = []
     if vllm_env is not None:
         version(vllm_env, "vllm-router")
-        found.append(Vllms(VLLM, env=vllm_env))
+        contenders.append(Vllms(VLLM, env=vllm_env))
     if sglang_env is not None:
         version(sglang_env, "sglang-router")
-        found.append(Sglangs(SGLANG, mock_args=("--sglang",), env=sglang_env))
+        contenders.append(Sglangs(SGLANG, mock_args=("--sglang",), env=sglang_env))
         apart = ("--sglang", "--decode-apart")
-        found.append(Sglangs(SGLANG_REGULAR, 4, 0, apart, env=sglang_env))
-    return found
+        contenders.append(Sglangs(SGLANG_REGULAR, 4, 0, apart, env=sglang_env))
+    return contenders
 
 
 def version(env: Path, package: str) -> str:
     """The version of a peer. Raises BenchError: the peer is missing; the message says how to make it."""
-    if found := installed_version(env, package):
-        return found
+    if installed := installed_version(env, package):
+        return installed
     raise BenchError(
         f"no {package} in {env}: {how_to_make(env, f'{package}=={_PACKAGES[package]}')}"
     )

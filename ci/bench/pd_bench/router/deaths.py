@@ -49,11 +49,11 @@ def measure(
             )
         )
         grown: Samples = running.router.metrics().since(before)
-    lost = [one for one in outcomes if not one.served]
+    lost = [outcome for outcome in outcomes if not outcome.served]
     miscounted = sum(
-        one.tokens != asked.max_tokens
-        for one, asked in zip(outcomes, requests, strict=True)
-        if one.served
+        outcome.tokens != request.max_tokens
+        for outcome, request in zip(outcomes, requests, strict=True)
+        if outcome.served
     )
     return Deaths(len(requests), killed, lost, miscounted, grown.total(_RESUMED))
 

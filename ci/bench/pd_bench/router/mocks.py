@@ -49,18 +49,21 @@ class MockProcess(Service):
         return f"tcp://{self.host}:{port}"
 
 
-class Found(NamedTuple):
+class PrefixHits(NamedTuple):
     """Prompt tokens that prefill engines have found in their caches so far."""
 
     queries: float  # prompt tokens
     hits: float
 
-    def since(self, before: Found) -> float:
+    def since(self, before: PrefixHits) -> float:
         """The fraction of prompt tokens found since an earlier moment."""
         return (self.hits - before.hits) / max(1.0, self.queries - before.queries)
 
 
-def found(engines: Sequence[MockProcess]) -> Found:
+def prefix_hits(engines: Sequence[MockProcess]) -> PrefixHits:
     """Queries and hits of these engines together."""
-    told = [engine.metrics() for engine in engines]
-    return Found(sum(one.total(_QUERIES) for one in told), sum(one.total(_HITS) for one in told))
+    samples = [engine.metrics() for engine in engines]
+    return PrefixHits(
+        sum(sample.total(_QUERIES) for sample in samples),
+        sum(sample.total(_HITS) for sample in samples),
+    )

@@ -7,15 +7,14 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from pd_bench.router.contenders import Contender
+from pd_bench.report import Comparison
+from pd_bench.router.contenders import Contender, Engines
 from pd_bench.router.mocks import MockProcess
 from pd_bench.router.rotations import Say, cluster
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import Outcome, play
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from pd_connector.tools.launch import RouterProcess, Service
 
 TTFT_S = 8.0
@@ -33,18 +32,12 @@ class Promising(Contender):
     promises: bool = True
     speed: float = 1.0
 
-    def router(
-        self,
-        prefill: Sequence[MockProcess],
-        decode: Sequence[MockProcess],
-        profile: Path,
-        log: Path,
-    ) -> Service:
-        settings = log.with_name("router.yaml")
-        settings.write_text(json.dumps(self.settings(prefill, decode)))  # JSON is YAML too
-        urls = [[one.base_url for one in side] for side in (prefill, decode)]
-        args = ["--config", str(settings), "--profile", str(profile), "--log-level", "WARNING"]
-        return RouterProcess(*urls, name=self.name, args=args, log_path=log)
+    def router(self, engines: Engines) -> Service:
+        settings = engines.log.with_name("router.yaml")
+        settings.write_text(json.dumps(self.settings(*engines[:2])))  # JSON is YAML too
+        args = ["--config", str(settings), "--profile", str(engines.profile)]
+        args += ["--log-level", "WARNING"]
+        return RouterProcess(*engines.urls, name=self.name, args=args, log_path=engines.log)
 
     def settings(
         self, prefill: Sequence[MockProcess], decode: Sequence[MockProcess]
@@ -52,10 +45,10 @@ class Promising(Contender):
         """The content of the router's file."""
         engines = []
         for role, side in (("prefill", prefill), ("decode", decode)):
-            for one in side:
-                events, replay = one.events.partition("=")[2].split(",")
+            for engine in side:
+                events, replay = engine.events.partition("=")[2].split(",")
                 engines.append(
-                    {"url": one.base_url, "role": role, "events": events, "replay": replay}
+                    {"url": engine.base_url, "role": role, "events": events, "replay": replay}
                 )
         slo = {"ttft_ms": TTFT_S / self.speed * 1e3, "tpot_ms": TPOT_S / self.speed * 1e3}
         users = {"name": "all", "reserved_fraction": 1.0, "slo": slo if self.promises else {}}
@@ -69,16 +62,18 @@ def compare(requests: Sequence[Sent], rounds: int, speed: float, say: Say) -> li
         for promises in (True, False):
             name = "promises" if promises else "lets everybody in"
             with cluster([Promising(name, promises=promises, speed=speed)], speed) as running:
-                found = asyncio.run(play([running.router.base_url], requests, speed))
-            runs[promises].append(found)
-            refused = sum(one.status == REFUSED for one in found)
-            say(f"{name}: {refused} of {len(found)} refused, {_kept(found)} in time")
+                outcomes = asyncio.run(play([running.router.base_url], requests, speed))
+            runs[promises].append(outcomes)
+            refused = sum(outcome.status == REFUSED for outcome in outcomes)
+            say(f"{name}: {refused} of {len(outcomes)} refused, {_kept(outcomes)} in time")
     admitted = [
-        _kept(found) / max(1, sum(one.status != REFUSED for one in found)) for found in runs[True]
+        _kept(outcomes) / max(1, sum(outcome.status != REFUSED for outcome in outcomes))
+        for outcomes in runs[True]
     ]
     ones = Sample((1.0,) * rounds)
     goodput = [
-        Sample(tuple(float(max(1, _kept(one))) for one in runs[side])) for side in (True, False)
+        Sample(tuple(float(max(1, _kept(outcome))) for outcome in runs[side]))
+        for side in (True, False)
     ]
     return [
         Comparison("admitted in time", {}, Sample(tuple(admitted)), ones, "", KEPT_BAR, True),
@@ -86,5 +81,8 @@ def compare(requests: Sequence[Sent], rounds: int, speed: float, say: Say) -> li
     ]
 
 
-def _kept(found: Sequence[Outcome]) -> int:
-    return sum(one.served and one.ttft_s <= TTFT_S and one.tpot_s <= TPOT_S for one in found)
+def _kept(outcomes: Sequence[Outcome]) -> int:
+    return sum(
+        outcome.served and outcome.ttft_s <= TTFT_S and outcome.tpot_s <= TPOT_S
+        for outcome in outcomes
+    )

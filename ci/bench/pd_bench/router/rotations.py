@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pd_bench.report import BenchError, Comparison
 from pd_bench.router import scaled
-from pd_bench.router.contenders import OURS, Contender
-from pd_bench.router.mocks import Found, MockProcess, found
+from pd_bench.router.contenders import OURS, Contender, Engines
+from pd_bench.router.mocks import MockProcess, PrefixHits, prefix_hits
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import Outcome, play
 from pd_bench.router.truth import Seen
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from pd_connector.tools.launch import Service, stop_services
 from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.profile import save
@@ -47,7 +47,7 @@ COLD, WARM = Window(0, 2500, 0.90, 0.90), Window(5000, 7500, 0.80, 0.90)
 
 def windows(requests: int) -> list[Window]:
     """The windows with bars that have enough requests; otherwise one window of all requests."""
-    return [one for one in (COLD, WARM) if one.end <= requests] or [Window(0, requests)]
+    return [window for window in (COLD, WARM) if window.end <= requests] or [Window(0, requests)]
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,16 @@ def cluster(contenders: Sequence[Contender], speed: float) -> Iterator[Cluster]:
 
     prefill, decode = mocks("p", contender.prefill), mocks("d", contender.decode)
     fronts = [
-        one.router(prefill, decode, profile, logs / f"router{n}.log")
-        for n, one in enumerate(contenders)
+        contender.router(Engines(prefill, decode, profile, logs / f"router{n}.log"))
+        for n, contender in enumerate(contenders)
     ]
     services = [*prefill, *decode, *fronts]
     try:
         for group in ([*prefill, *decode], fronts):
-            for one in group:
-                one.start()
-            for one in group:
-                one.wait_ready(_READY_S)
+            for service in group:
+                service.start()
+            for service in group:
+                service.wait_ready(_READY_S)
         # A router may report that it is ready before it has checked its engines.
         first = {"model": "mock", "prompt": "0000", "max_tokens": 1}
         for front in fronts:
@@ -120,7 +120,7 @@ def measure(
     Raises:
         BenchError: more than one in a hundred requests failed.
     """
-    told: dict[int, Future[Found]] = {}
+    hits_at: dict[int, Future[PrefixHits]] = {}
     with ThreadPoolExecutor(1) as asking, cluster([contender], speed) as running:
         edges = {edge for window in windows for edge in (window.first, window.end)}
         tenth = max(1, len(requests) // 10)
@@ -129,18 +129,18 @@ def measure(
             if number and number % tenth == 0:
                 say(f"{contender.name}: {number:,} of {len(requests):,} requests sent")
             if number in edges:
-                told[number] = asking.submit(found, running.prefill)
+                hits_at[number] = asking.submit(prefix_hits, running.prefill)
 
         outcomes = asyncio.run(play([running.router.base_url], requests, speed, note))
-        told[len(requests)] = asking.submit(found, running.prefill)
-        caches = {number: one.result() for number, one in told.items()}
-    failed = [one for one in outcomes if not one.served]
+        hits_at[len(requests)] = asking.submit(prefix_hits, running.prefill)
+        caches = {number: future.result() for number, future in hits_at.items()}
+    failed = [outcome for outcome in outcomes if not outcome.served]
     if len(failed) > MOST_FAILED * len(outcomes):
         raise BenchError(
             f"{contender.name}: {len(failed)} of {len(outcomes)} requests failed, the first: "
             f"{failed[0].status} {failed[0].error}; see {running.router.log_path}"
         )
-    hits = {one: caches[one.end].since(caches[one.first]) for one in windows}
+    hits = {window: caches[window.end].since(caches[window.first]) for window in windows}
     return Measured(outcomes, hits)
 
 
@@ -153,17 +153,17 @@ def rotate(
     say: Say,
 ) -> dict[str, list[Measured]]:
     """Every router once in each rotation, by name. Each rotation begins with another router."""
-    results: dict[str, list[Measured]] = {one.name: [] for one in contenders}
+    results: dict[str, list[Measured]] = {contender.name: [] for contender in contenders}
     runs, run_s = rotations * len(contenders), requests[-1].at_s / speed
     say(f"{runs} runs of {run_s / 60:.1f} minutes each")
     for number in range(rotations):
         for at in range(len(contenders)):
-            one = contenders[(number + at) % len(contenders)]
-            results[one.name].append(run := measure(one, requests, windows, speed, say))
+            contender = contenders[(number + at) % len(contenders)]
+            results[contender.name].append(run := measure(contender, requests, windows, speed, say))
             for window in windows:
                 mean, p99 = times(run, window)
                 say(
-                    f"rotation {number + 1}, {one.name}, requests {window.name}: TTFT mean {mean:.2f} s, "
+                    f"rotation {number + 1}, {contender.name}, requests {window.name}: TTFT mean {mean:.2f} s, "
                     f"p99 {p99:.1f} s, hit {run.hits[window]:.3f}"
                 )
     return results
@@ -171,7 +171,9 @@ def rotate(
 
 def times(run: Measured, window: Window) -> tuple[float, float]:
     """Mean and 99th percentile of the TTFT in a window, in seconds."""
-    all_s = [one.ttft_s for one in run.outcomes[window.first : window.end] if one.served]
+    all_s = [
+        outcome.ttft_s for outcome in run.outcomes[window.first : window.end] if outcome.served
+    ]
     return statistics.mean(all_s), statistics.quantiles(all_s, n=100, method="inclusive")[98]
 
 

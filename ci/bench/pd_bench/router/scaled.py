@@ -74,27 +74,27 @@ def read(path: Path, requests: int, rate: float = 1.0, answers: int = SCALE) -> 
     begun_s = moved[0].arrival_s
     return [
         replace(
-            one,
-            arrival_s=(one.arrival_s - begun_s) / rate,
-            max_tokens=max(1, one.max_tokens // answers),
+            request,
+            arrival_s=(request.arrival_s - begun_s) / rate,
+            max_tokens=max(1, request.max_tokens // answers),
         )
-        for one in moved
+        for request in moved
     ]
 
 
 def sent(requests: Sequence[Waiting]) -> list[Sent]:
     """The requests with their text: equal blocks have equal text."""
-    return [_sent(one) for one in requests]
+    return [_sent(request) for request in requests]
 
 
-def _sent(one: Waiting) -> Sent:
-    tokens = max(1, one.tokens // SCALE)
+def _sent(request: Waiting) -> Sent:
+    tokens = max(1, request.tokens // SCALE)
     shared = "".join(
-        _text(f"block {block}", BLOCK_TOKENS * BYTES_PER_TOKEN) for block in one.block_hashes
+        _text(f"block {block}", BLOCK_TOKENS * BYTES_PER_TOKEN) for block in request.block_hashes
     )
     size = tokens * BYTES_PER_TOKEN
-    own = _text(f"own {one.id}", max(0, size - len(shared)))
-    return Sent(one.arrival_s, (shared + own)[:size], one.max_tokens, tokens)
+    own = _text(f"own {request.id}", max(0, size - len(shared)))
+    return Sent(request.arrival_s, (shared + own)[:size], request.max_tokens, tokens)
 
 
 def _text(seed: str, size: int) -> str:

@@ -50,12 +50,16 @@ async def play(
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
 
-    async def ask(number: int, one: Sent) -> Outcome:
-        due = began + one.at_s / speed
+    async def ask(number: int, sent_request: Sent) -> Outcome:
+        due = began + sent_request.at_s / speed
         await asyncio.sleep(due - loop.time())
         sent(number)
         # Mocks ignore `ignore_eos`; a real engine generates all tokens with it.
-        body = {"model": "mock", "prompt": one.prompt, "max_tokens": one.max_tokens}
+        body = {
+            "model": "mock",
+            "prompt": sent_request.prompt,
+            "max_tokens": sent_request.max_tokens,
+        }
         body["ignore_eos"] = True
         url = urls[number % len(urls)] + "/v1/completions"
         try:
@@ -65,7 +69,9 @@ async def play(
             return Outcome(0, error=repr(error))
 
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        return list(await asyncio.gather(*(ask(n, one) for n, one in enumerate(requests))))
+        return list(
+            await asyncio.gather(*(ask(n, sent_request) for n, sent_request in enumerate(requests)))
+        )
 
 
 async def _read(answer: aiohttp.ClientResponse, passed_s: Callable[[], float]) -> Outcome:

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
 from pd_bench.router import scaled
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.simulate import Scenario
 
@@ -35,13 +35,13 @@ def simulated(requests: Sequence[Waiting], policy: str, windows: Sequence[range]
         kv_tokens=1e12,
     )
     served = scenario.cluster(policy).run(requests)
-    found = []
+    seen = []
     for window in windows:
         chosen = [served[n] for n in window]
-        cached = sum(one.cached_tokens for one in chosen)
-        tokens = sum(one.request.tokens for one in chosen)
-        found.append(Seen(statistics.mean(one.ttft_s for one in chosen), cached / tokens))
-    return found
+        cached = sum(request.cached_tokens for request in chosen)
+        tokens = sum(request.request.tokens for request in chosen)
+        seen.append(Seen(statistics.mean(request.ttft_s for request in chosen), cached / tokens))
+    return seen
 
 
 def compared(name: str, live: Seen, simulated: Seen) -> list[Comparison]:

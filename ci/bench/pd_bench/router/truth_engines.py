@@ -14,12 +14,12 @@ from pathlib import Path
 from random import Random
 
 from pd_bench.model import KV_BYTES_PER_TOKEN, LAYERS, MADE_UP_WEIGHTS, write_model
+from pd_bench.report import BenchError
 from pd_bench.router.rotations import Say
 from pd_bench.router.truth import Seen
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.stack import OUR_SCHEDULER
 from pd_bench.serve.trace import Line, TimedRequest, read, timed
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import RouterProcess, VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.engine import Role
 from pd_connector.tools.launch.service import log_folder
@@ -66,7 +66,7 @@ def compare(trace: Path, requests: int, policy: str, say: Say) -> tuple[Seen, Se
         PDConnectorError: the trace cannot be read, an engine does not start, or a request failed.
     """
     lines = read(trace, requests)
-    longest = int(max((one.input_length + one.output_length) / SCALE for one in lines))
+    longest = int(max((line.input_length + line.output_length) / SCALE for line in lines))
     with _pair((longest // PAGE_TOKENS + 2) * PAGE_TOKENS, policy, say) as pair:
         say("measuring the costs of the prefill engine while the decode engine rests")
         costs = asyncio.run(_profile(pair.prefill.base_url, longest)).model
@@ -84,7 +84,7 @@ def compare(trace: Path, requests: int, policy: str, say: Say) -> tuple[Seen, Se
         answers = _served(send(pair.router.client, pair.model, sent))
         after = pair.prefill.metrics()
     hits, queries = (after.total(name) - before.total(name) for name in (_HITS, _QUERIES))
-    live = Seen(statistics.mean(one.ttft_s for one in answers), hits / queries)
+    live = Seen(statistics.mean(answer.ttft_s for answer in answers), hits / queries)
     say(f"besides its prefill a request at rest takes {handoff_s * 1e3:.0f} ms")
     return live, _simulated(sent, profile, handoff_s, policy)
 
@@ -127,13 +127,13 @@ def _pair(max_model_len: int, policy: str, say: Say) -> Iterator[Pair]:
 
 def _mean_s(costs: CostModel, lines: Sequence[Line]) -> float:
     """Seconds of a prompt of the trace, without any cache."""
-    return statistics.mean(costs.prefill_s(int(one.input_length / SCALE)) for one in lines)
+    return statistics.mean(costs.prefill_s(int(line.input_length / SCALE)) for line in lines)
 
 
 async def _profile(url: str, longest: int) -> Profile:
     async with connect(url) as client:
-        wanted = Wanted(longest, MOST_BATCH, repeats=2, chunk_tokens=STEP_TOKENS)
-        return await measure(client, wanted, lambda done, total, what: None)
+        plan = Wanted(longest, MOST_BATCH, repeats=2, chunk_tokens=STEP_TOKENS)
+        return await measure(client, plan, lambda done, total, what: None)
 
 
 async def _profile_beside(pair: Pair, longest: int, lines: Sequence[Line], per_s: float) -> Profile:
@@ -152,7 +152,7 @@ async def _decode(client: EngineClient, lines: Sequence[Line], per_s: float) -> 
     computed once, because the run's decode engine computes no prompts either."""
     random = Random(0)
     pool = await client.pool()
-    tokens = int(statistics.mean(one.input_length for one in lines) / SCALE)
+    tokens = int(statistics.mean(recorded.input_length for recorded in lines) / SCALE)
     prompt = random.choices(pool, k=tokens)
     await client.complete(prompt, 1)
     async with asyncio.TaskGroup() as answers:
@@ -175,7 +175,7 @@ def _handoff_s(
 
 
 def _served(answers: Sequence[Answer]) -> Sequence[Answer]:
-    if failed := [one.failure for one in answers if one.failure]:
+    if failed := [answer.failure for answer in answers if answer.failure]:
         raise BenchError(f"{len(failed)} of {len(answers)} requests failed, the first: {failed[0]}")
     return answers
 
@@ -198,10 +198,10 @@ def _simulated(
             layers=LAYERS,
         ),
     )
-    served = scenario.cluster(policy).run([_waiting(n, one) for n, one in enumerate(sent)])
-    cached = sum(one.cached_tokens for one in served)
-    tokens = sum(one.request.tokens for one in served)
-    return Seen(statistics.mean(one.ttft_s for one in served), cached / tokens)
+    served = scenario.cluster(policy).run([_waiting(n, request) for n, request in enumerate(sent)])
+    cached = sum(request.cached_tokens for request in served)
+    tokens = sum(request.request.tokens for request in served)
+    return Seen(statistics.mean(request.ttft_s for request in served), cached / tokens)
 
 
 def _waiting(number: int, request: TimedRequest) -> Waiting:

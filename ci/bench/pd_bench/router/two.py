@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from pd_bench.report import BenchError, Comparison
 from pd_bench.router.contenders import Ours
 from pd_bench.router.rotations import Say, cluster
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from pd_connector.tools.launch import Port
 
 BAR = 1.1
@@ -33,7 +33,7 @@ def compare(
         for kind in tuple(means)[:: -1 if number % 2 else 1]:
             means[kind].append(mean := _mean_ttft(contender, kind, requests, speed))
             say(f"round {number + 1}, {kind}: mean TTFT {mean:.2f} s")
-    samples = {kind: Sample(tuple(found)) for kind, found in means.items()}
+    samples = {kind: Sample(tuple(seconds)) for kind, seconds in means.items()}
     return [
         Comparison(f"TTFT mean, {kind}", {}, samples[kind], samples[ONE], "s", bar)
         for kind, bar in ((TWO, BAR), (DEAF, None))
@@ -45,11 +45,11 @@ def _mean_ttft(contender: Ours, kind: str, requests: Sequence[Sent], speed: floa
         ports = [stack.enter_context(Port()) for _ in range(2 if kind == TWO else 0)]
         routers = [contender, contender] if kind == DEAF else in_touch(contender, ports)
         running = stack.enter_context(cluster(routers, speed))
-        urls = [one.base_url for one in running.routers]
+        urls = [router.base_url for router in running.routers]
         outcomes = asyncio.run(play(urls, requests, speed))
-    if failed := [one for one in outcomes if not one.served]:
+    if failed := [outcome for outcome in outcomes if not outcome.served]:
         raise BenchError(f"{len(failed)} requests failed, the first: {failed[0].error}")
-    return statistics.mean(one.ttft_s for one in outcomes)
+    return statistics.mean(outcome.ttft_s for outcome in outcomes)
 
 
 def in_touch(contender: Ours, ports: Sequence[Port]) -> list[Ours]:

@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import exit_codes
+from pd_bench.report import Comparison, missed, table, write_json
 from pd_bench.scheduler import classes, order, overhead, overload, plot
 from pd_bench.scheduler.options import EngineKind, Live, Minutes, Quick, Seeds, tell
 from pd_bench.scheduler.replay_command import replay
-from pd_connector.tools.bench.report import Comparison, missed, table, write_json
-from pd_connector.tools.cli.bench_report import exit_codes
 from pd_connector.tools.output import Json, checked
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
@@ -80,12 +80,12 @@ def queue(
     if svg is not None:
         svg.write_text(plot.svg(order.sweep(workload, chosen)))
         console.print(f"lambda sweep: {svg}")
-    found = [one for _, comparisons in parts for one in comparisons]
+    rows = [row for _, comparisons in parts for row in comparisons]
     if json is not None:
-        write_json(json, found)
-    for one in missed(found):
-        console.print(f"[red]missed:[/] {one.name} {dict(one.params)}: ratio {one.ratio:.2f}")
-    raise typer.Exit(1 if missed(found) else 0)
+        write_json(json, rows)
+    for row in missed(rows):
+        console.print(f"[red]missed:[/] {row.name} {dict(row.params)}: ratio {row.ratio:.2f}")
+    raise typer.Exit(1 if missed(rows) else 0)
 
 
 def _queue_in_engines(
@@ -183,8 +183,8 @@ def sglang_steps(
     """
     from pd_bench.scheduler import sglang_steps as measured
 
-    found = measured.compare(posts, load or order.LOADS, range(seeds))
-    tell("Order of waiting requests in SGLang's steps", found, json)
+    comparisons = measured.compare(posts, load or order.LOADS, range(seeds))
+    tell("Order of waiting requests in SGLang's steps", comparisons, json)
 
 
 @app.command()
@@ -225,5 +225,5 @@ def router_cpu(
 
     console = Console(stderr=True)
     with exit_codes(console):
-        found = asyncio.run(router_overhead.compare(requests, streams, rounds, console.print))
-    tell("CPU time of the router", found, json)
+        comparisons = asyncio.run(router_overhead.compare(requests, streams, rounds, console.print))
+    tell("CPU time of the router", comparisons, json)

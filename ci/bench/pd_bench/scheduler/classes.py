@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import ENGINE, Setup, capacity, p99
 from pd_bench.scheduler.workload import lengths, merged, poisson
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass
@@ -50,7 +50,9 @@ def compare(seeds: Sequence[int], duration_s: float) -> list[Comparison]:
         alone.append(_premium_p99(setup, merged(premium)))
         beside.append(_premium_p99(setup, together))
         unprotected.append(_premium_p99(Setup("fcfs", cache_tokens=CACHE_TOKENS), together))
-        overload = [stream(one.name, 1.5, duration_s, seed + n) for n, one in enumerate(CLASSES)]
+        overload = [
+            stream(qos_class.name, 1.5, duration_s, seed + n) for n, qos_class in enumerate(CLASSES)
+        ]
         missed.append(share_error(setup, merged(*overload), duration_s))
     return [
         Comparison(
@@ -89,7 +91,7 @@ def share_error(setup: Setup, requests: Sequence[Waiting], duration_s: float) ->
     engine.on_step = steps.append
     engine.run(requests)
     seconds = round(duration_s)
-    done = {one.name: [0.0] * seconds for one in CLASSES}
+    done = {qos_class.name: [0.0] * seconds for qos_class in CLASSES}
     for step in steps:
         start_s, end_s = step.start_s, step.end_s
         for second in range(int(start_s), min(seconds, int(end_s) + 1)):
@@ -98,12 +100,12 @@ def share_error(setup: Setup, requests: Sequence[Waiting], duration_s: float) ->
                 done[chunk.record.request.qos][second] += part * (chunk.stop - chunk.first)
     width, worst = round(WINDOW_S), 0.0
     for begin in range(width, seconds - width):
-        for one in CLASSES:
-            share = sum(done[one.name][begin : begin + width]) / width
-            worst = max(worst, abs(share - one.reserved_fraction) * 100)
+        for qos_class in CLASSES:
+            share = sum(done[qos_class.name][begin : begin + width]) / width
+            worst = max(worst, abs(share - qos_class.reserved_fraction) * 100)
     return worst
 
 
 def _premium_p99(setup: Setup, requests: Sequence[Waiting]) -> float:
     served = setup.engine().run(requests)
-    return p99([one.ttft_s for one in served if one.request.qos == "premium"])
+    return p99([request.ttft_s for request in served if request.request.qos == "premium"])

@@ -20,10 +20,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from pd_bench.report import Comparison, Param
+from pd_bench.sample import Sample
 from pd_bench.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from pd_bench.scheduler.workload import shared_profiles
-from pd_connector.tools.bench.report import Comparison, Param
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.request import BlockHash, Waiting
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
@@ -39,14 +39,14 @@ _MODEL_TOKENS = 8192
 class Run(NamedTuple):
     """One scheduler's hits, in blocks of the workload."""
 
-    found: Sequence[int]  # of each request
-    asked: Sequence[int]
+    cached: Sequence[int]  # of each request
+    blocks: Sequence[int]
 
     def rate(self, part: int = 0, parts: int = 1) -> float:
         """Fraction of the blocks found, in one of `parts` equal stretches of the workload."""
-        size = len(self.found) // parts
+        size = len(self.cached) // parts
         stretch = slice(part * size, (part + 1) * size)
-        return sum(self.found[stretch]) / max(1, sum(self.asked[stretch]))
+        return sum(self.cached[stretch]) / max(1, sum(self.blocks[stretch]))
 
 
 def compare(requests: Sequence[Waiting], blocks: int, seeds: Sequence[int]) -> list[Comparison]:
@@ -56,23 +56,28 @@ def compare(requests: Sequence[Waiting], blocks: int, seeds: Sequence[int]) -> l
     whose suffixes are evicted first.
     """
     theirs = serve(Scheduler, requests, blocks)
-    found = []
+    comparisons = []
     for kind, remote in (("for another engine", True), ("for one token", False)):
         ours = serve(PrefixAwareScheduler, requests, blocks, remote_decode=remote)
         for part in range(QUARTERS):
             bar = LAST_QUARTER if part == QUARTERS - 1 else None
             params: dict[str, Param] = {"workload": "trace", "requests": kind, "quarter": part + 1}
-            found.append(
+            comparisons.append(
                 _row(params, [ours.rate(part, QUARTERS)], [theirs.rate(part, QUARTERS)], bar)
             )
     room = PROFILES * 1400 // PAGE_SIZE
     pairs = list[list[float]]()
     for seed in seeds:
         posts = shared_profiles(seed, post_tokens=POST_TOKENS, page_size=PAGE_SIZE)
-        pairs.append([serve(one, posts, room).rate() for one in (PrefixAwareScheduler, Scheduler)])
+        pairs.append(
+            [
+                serve(scheduler, posts, room).rate()
+                for scheduler in (PrefixAwareScheduler, Scheduler)
+            ]
+        )
     params = {"workload": "PrefillOnly's", "requests": "for one token", "quarter": "all"}
     mine, others = (list(rates) for rates in zip(*pairs, strict=True))
-    return [*found, _row(params, mine, others, 1.0)]
+    return [*comparisons, _row(params, mine, others, 1.0)]
 
 
 def serve(
@@ -93,13 +98,13 @@ def serve(
     init_none_hash(sha256)
     hasher: Any = get_request_block_hasher(PAGE_SIZE, sha256)
     params = {"kv_transfer_params": {"do_remote_decode": True}} if remote_decode else None
-    found = []
+    cached = []
     try:
-        for n, one in enumerate(requests):
+        for n, request in enumerate(requests):
             engine.add_request(
                 Request(
                     request_id=str(n),
-                    prompt_token_ids=[*_prompt(one.block_hashes), 0],
+                    prompt_token_ids=[*_prompt(request.block_hashes), 0],
                     sampling_params=SamplingParams(
                         max_tokens=1, ignore_eos=True, extra_args=params
                     ),
@@ -108,27 +113,27 @@ def serve(
                     block_hasher=hasher,
                 )
             )
-            found.append(_run(engine))
+            cached.append(_run(engine))
     finally:
         engine.shutdown()
-    return Run(found, [len(one.block_hashes) for one in requests])
+    return Run(cached, [len(request.block_hashes) for request in requests])
 
 
 def _run(engine: Scheduler) -> int:
     """Run steps until nothing is left. Returns the blocks that were cached when the request started."""
-    found = 0
+    cached = 0
     while engine.has_requests():
         output = engine.schedule()
         engine.get_grammar_bitmask(output)
         for new in output.scheduled_new_reqs:
-            found = new.num_computed_tokens // PAGE_SIZE
+            cached = new.num_computed_tokens // PAGE_SIZE
         ids = list(output.num_scheduled_tokens)
-        left = [engine.requests[one] for one in ids]
-        sampled = [[7] if one.num_computed_tokens >= one.num_tokens else [] for one in left]
-        places = {one: n for n, one in enumerate(ids)}
+        left = [engine.requests[request_id] for request_id in ids]
+        sampled = [[7] if each.num_computed_tokens >= each.num_tokens else [] for each in left]
+        places = {request_id: n for n, request_id in enumerate(ids)}
         result = ModelRunnerOutput(req_ids=ids, req_id_to_index=places, sampled_token_ids=sampled)
         engine.update_from_output(output, result)
-    return found
+    return cached
 
 
 def _prompt(hashes: Sequence[BlockHash]) -> list[int]:

@@ -11,11 +11,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NamedTuple
 
+from pd_bench.machine import Noise
 from pd_bench.model import MADE_UP_WEIGHTS, write_model
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.live import Findings, Say
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import VllmEngine
 from pd_connector.tools.launch.progress import wait_all
 from scheduler_plugins.vllm.hybrid import VARIABLE, register
@@ -67,12 +67,12 @@ async def compare(
             if _prefill(on, tokens, say).peak_mib > budget_mib:
                 break
             longest = tokens
-    found = [
+    comparisons = [
         comparison
         for tokens in off_tokens
         for comparison in _comparisons(tokens, hybrid[tokens], without[tokens])
     ]
-    found.append(
+    comparisons.append(
         Comparison(
             f"longest prompt in {budget_mib:.0f} MiB",
             {"tokens": ""},
@@ -83,12 +83,12 @@ async def compare(
             more_is_better=True,
         )
     )
-    apart = max(abs(hybrid[one].logprob - without[one].logprob) for one in off_tokens)
+    apart = max(abs(hybrid[token].logprob - without[token].logprob) for token in off_tokens)
     notes = [
         f"chunks of {chunk_tokens} tokens; lengths in steps of {STEP_TOKENS}",
         f"largest difference of a chosen token's logprob between both: {apart:.2g}",
     ]
-    return Findings(found, notes, noise.cores())
+    return Findings(comparisons, notes, noise.cores())
 
 
 @contextmanager
@@ -144,13 +144,13 @@ def _ask(engine: VllmEngine, tokens: int) -> tuple[float, float]:
 def _resident(engine: VllmEngine, *, peak: bool) -> dict[int, int]:
     """KiB of each of the engine's processes: now, or the peak since it was last reset."""
     key = "VmHWM:" if peak else "VmRSS:"
-    found = {}
+    kib = {}
     for process in engine.family.members() if engine.family else ():
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         for line in lines:
             if line.startswith(key):
-                found[process.pid] = int(line.split()[1])
-    return found
+                kib[process.pid] = int(line.split()[1])
+    return kib
 
 
 def _comparisons(tokens: int, on: Prefill, off: Prefill) -> list[Comparison]:
@@ -166,7 +166,9 @@ def _comparisons(tokens: int, on: Prefill, off: Prefill) -> list[Comparison]:
 def _check_installed() -> None:
     """The engine finds the plug-in by the metadata of installed packages."""
     target = f"{register.__module__}:{register.__name__}"
-    if not any(one.value == target for one in entry_points(group="vllm.general_plugins")):
+    if not any(
+        entry_point.value == target for entry_point in entry_points(group="vllm.general_plugins")
+    ):
         raise BenchError(
             f"no entry point of group vllm.general_plugins is {target}: install this version "
             "(pip install -e .)"

@@ -10,15 +10,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from pd_bench.harness import VLLM, pids_of, require
+from pd_bench.machine import Noise
+from pd_bench.report import BenchError, Comparison
 from pd_bench.scheduler.replay import Outcome, p99
 from pd_bench.scheduler.sending import RequestRecord, send_all
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import VllmEngine
 from pd_connector.tools.launch.engine import PAGE_TOKENS
@@ -131,9 +131,9 @@ class RunningEngine:
     ) -> tuple[list[RequestRecord], float]:
         """Like `serve`. Also returns the fraction of prompt tokens that came from the prefix cache."""
         before = await self.client.metrics()
-        found = await self.serve(requests, **how)
+        records = await self.serve(requests, **how)
         grown = (await self.client.metrics()).since(before)
-        return found, grown.total(HITS) / max(1.0, grown.total(QUERIES))
+        return records, grown.total(HITS) / max(1.0, grown.total(QUERIES))
 
     async def drained(self) -> None:
         """Wait until the engine has nothing to do."""
@@ -200,11 +200,10 @@ async def running(
     with engine:
         wait_all([engine])
         async with connect(engine.base_url) as client:
-            processes = engine.family.members() if engine.family else []
-            pids = [process.pid for process in processes]
-            found = RunningEngine(contender, client, settings, pids, Noise(pids))
-            await warm_up(found, setup.max_model_len)
-            yield found
+            pids = pids_of([engine])
+            engine_running = RunningEngine(contender, client, settings, pids, Noise(pids))
+            await warm_up(engine_running, setup.max_model_len)
+            yield engine_running
 
 
 async def warm_up(engine: RunningEngine, longest: int) -> None:
@@ -219,11 +218,10 @@ async def warm_up(engine: RunningEngine, longest: int) -> None:
 
 def outcome(records: Sequence[RequestRecord], hit: float) -> Outcome:
     """Mean, 99th percentile and hit rate. All requests must have been answered."""
-    times = [one.ttft_s for one in records]
+    times = [record.ttft_s for record in records]
     return Outcome(sum(times) / len(times), p99(times), hit)
 
 
 def check_possible() -> None:
     """Raises BenchError if no engine can be started."""
-    if find_spec("vllm") is None:
-        raise BenchError("vllm is not installed: use the environment that has it")
+    require(VLLM)

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler import live_traffic as traffic
 from pd_bench.scheduler.live import (
     MIDDLEWARE,
@@ -20,11 +22,9 @@ from pd_bench.scheduler.live import (
     Say,
     running,
 )
-from pd_bench.scheduler.overload import ATTAINED, GOODPUT, OVERLOAD
+from pd_bench.scheduler.overload import OVERLOAD, compared
 from pd_bench.scheduler.sending import RequestRecord
 from pd_bench.scheduler.workload import poisson
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import Slo
 
@@ -57,7 +57,7 @@ async def compare(duration_s: float, promised: Sequence[str], folder: Path, say:
     """
     setup = EngineSetup(traffic.CACHE_TOKENS, _SYSTEM_TOKENS + 500, folder)
     contender = Contender("ours", (*OURS, *MIDDLEWARE), _settings(Slo()))
-    found = list[Comparison]()
+    comparisons = list[Comparison]()
     async with running(contender, setup, say) as engine:
         for name in promised:
             promise = await _promise(name, engine, duration_s)
@@ -65,10 +65,10 @@ async def compare(duration_s: float, promised: Sequence[str], folder: Path, say:
             say(_line(promise, controlled, duration_s))
             free = await _run(engine, promise, Slo(), duration_s)
             say(_line(promise, free, duration_s))
-            found += _comparisons(promise, controlled, free, duration_s)
+            comparisons += _comparisons(promise, controlled, free, duration_s)
         others_cores = engine.noise.cores()
     note = f"the first {LEARNING * duration_s:.0f} s of each run do not count: margins are learnt"
-    return Findings(found, [note], others_cores)
+    return Findings(comparisons, [note], others_cores)
 
 
 async def _promise(name: str, engine: RunningEngine, duration_s: float) -> PromisedRequests:
@@ -90,7 +90,7 @@ async def _decode_capacity(engine: RunningEngine) -> float:
     while batch <= 64:
         records = await engine.serve(_conversations(batch), page_size=_BLOCK)
         records = await engine.serve(_conversations(batch), page_size=_BLOCK)
-        tpot_s = max(one.tpot_s for one in records)
+        tpot_s = max(record.tpot_s for record in records)
         if tpot_s * 1e3 > _TPOT_MS:
             break
         best = batch / (_ANSWER_TOKENS * tpot_s)
@@ -117,7 +117,7 @@ async def _run(
 ) -> list[RequestRecord]:
     engine.settings.write_text(_settings(slo))
     await asyncio.sleep(_RELOADED_S)
-    requests = [replace(one, qos="default") for one in promise.requests]
+    requests = [replace(request, qos="default") for request in promise.requests]
     return await engine.serve(requests, page_size=_BLOCK, until_s=duration_s, headers=traffic.tier)
 
 
@@ -143,12 +143,14 @@ def judged(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> lis
     last_s = duration_s - (slo.ttft_ms or 0.0) / 1e3
     if slo.tpot_ms is not None:
         last_s -= _ANSWER_TOKENS * slo.tpot_ms / 1e3
-    return [one for one in records if LEARNING * duration_s <= one.request.arrival_s <= last_s]
+    return [
+        record for record in records if LEARNING * duration_s <= record.request.arrival_s <= last_s
+    ]
 
 
 def admitted(records: Sequence[RequestRecord]) -> list[RequestRecord]:
     """The admitted requests, answered or not."""
-    return [one for one in records if one.answer is None or one.answer.status == 200]
+    return [record for record in records if record.answer is None or record.answer.status == 200]
 
 
 def _comparisons(
@@ -160,38 +162,19 @@ def _comparisons(
     slo = promise.slo
     ours, free = judged(ours, slo, duration_s), judged(free, slo, duration_s)
     let_in = admitted(ours)
-    good = sum(kept(one, slo) for one in let_in)
+    good = sum(kept(record, slo) for record in let_in)
     attained = good / max(1, len(let_in))
-    span_s = max(one.request.arrival_s for one in ours) - LEARNING * duration_s
+    span_s = max(record.request.arrival_s for record in ours) - LEARNING * duration_s
     goodput = good / span_s
-    without = max(sum(kept(one, slo) for one in admitted(free)) / span_s, 1e-3)
+    without = max(sum(kept(record, slo) for record in admitted(free)) / span_s, 1e-3)
     params = {"promise": promise.name}
-    return [
-        Comparison(
-            "admitted and kept",
-            {**params, "against": "wanted"},
-            Sample((attained,)),
-            Sample((ATTAINED,)),
-            "",
-            1.0,
-            more_is_better=True,
-        ),
-        Comparison(
-            "goodput",
-            {**params, "against": "accept all"},
-            Sample((goodput,)),
-            Sample((without,)),
-            "/s",
-            GOODPUT,
-            more_is_better=True,
-        ),
-    ]
+    return compared(params, Sample((attained,)), Sample((goodput,)), Sample((without,)))
 
 
 def _line(promise: PromisedRequests, records: Sequence[RequestRecord], duration_s: float) -> str:
     came = judged(records, promise.slo, duration_s)
     let_in = admitted(came)
-    good = sum(kept(one, promise.slo) for one in let_in)
+    good = sum(kept(record, promise.slo) for record in let_in)
     return (
         f"  {promise.name}: of {len(came)} requests {len(let_in)} were let in, and {good} of those "
         f"got what {promise.slo} says"

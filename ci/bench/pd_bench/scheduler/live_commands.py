@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pd_bench.command_output import exit_codes, noise_note, report
 from pd_bench.scheduler.live import Findings, Say, check_possible
-from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
 from pd_connector.tools.launch.service import log_folder
 from pd_connector.tools.launch.signals import terminate_as_interrupt
 
@@ -43,6 +43,6 @@ def run(
 
     with exit_codes(stderr), terminate_as_interrupt():
         check()
-        found = asyncio.run(measured())
-    notes = [*found.notes, noise_note(found.others_cores)]
-    report([(baseline, found.comparisons)], notes, json)
+        findings = asyncio.run(measured())
+    notes = [*findings.notes, noise_note(findings.others_cores)]
+    report([(baseline, findings.comparisons)], notes, json)

@@ -23,10 +23,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from pd_bench.report import Comparison, Param
+from pd_bench.sample import Sample
 from pd_bench.scheduler.bare import PAGE_SIZE, config_of, scheduler_of
 from pd_bench.scheduler.overhead import LIMITS_S
-from pd_connector.tools.bench.report import Comparison, Param
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.vllm.scheduler import PrefixAwareScheduler
 
 _BLOCKS = 4000
@@ -45,7 +45,7 @@ def compare(steps: int = 300) -> list[Comparison]:
     machine's other load affects both. Work in parallel with the model is shown too, but has no bar. If the model
     computes on another device or in another process, nothing waits for this work.
     """
-    found = []
+    comparisons = []
     for (waiting, limit_s), pause_s in product(LIMITS_S.items(), _PAUSES_S):
         theirs, ours = step_times((Scheduler, PrefixAwareScheduler), waiting, steps, pause_s)
         params: dict[str, Param] = {
@@ -53,16 +53,16 @@ def compare(steps: int = 300) -> list[Comparison]:
             "pause_ms": pause_s * 1e3,
             "against": "allowed",
         }
-        vllm_s = [one.waited_s for one in theirs]
+        vllm_s = [step.waited_s for step in theirs]
         added_s = [a.waited_s - b.waited_s for a, b in zip(ours, theirs, strict=True)]
-        both_s = [a + one.behind_s for a, one in zip(added_s, ours, strict=True)]
+        both_s = [a + step.behind_s for a, step in zip(added_s, ours, strict=True)]
         for name, of, values, bar in (
             ("added to a step, median", median, added_s, 1.0),
             ("added to a step, mean", fmean, added_s, 1.0),
             ("and behind the model, median", median, both_s, None),
             ("and behind the model, mean", fmean, both_s, None),
         ):
-            found.append(
+            comparisons.append(
                 Comparison(
                     name,
                     {**params, "vllm_us": round(of(vllm_s) * 1e6)},
@@ -72,7 +72,7 @@ def compare(steps: int = 300) -> list[Comparison]:
                     bar,
                 )
             )
-    return found
+    return comparisons
 
 
 def step_times(
@@ -82,7 +82,7 @@ def step_times(
     pause_s: float = 0.0,
 ) -> list[list[StepTime]]:
     """The time of each scheduler in each of its steps."""
-    engines = [_Engine(one, waiting) for one in schedulers]
+    engines = [_Engine(scheduler, waiting) for scheduler in schedulers]
     gc.collect()
     gc.freeze()  # like vLLM
     try:
@@ -163,9 +163,9 @@ def _words(chosen: random.Random, tokens: int) -> Sequence[int]:
 def _result(engine: Scheduler, output: SchedulerOutput) -> ModelRunnerOutput:
     """A token for each request whose prompt is computed."""
     ids = list(output.num_scheduled_tokens)
-    requests = [engine.requests[one] for one in ids]
+    requests = [engine.requests[request_id] for request_id in ids]
     return ModelRunnerOutput(
         req_ids=ids,
-        req_id_to_index={one: n for n, one in enumerate(ids)},
+        req_id_to_index={request_id: n for n, request_id in enumerate(ids)},
         sampled_token_ids=[[7] if r.num_computed_tokens >= r.num_tokens else [] for r in requests],
     )

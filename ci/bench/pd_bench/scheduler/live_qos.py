@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler import live_traffic as traffic
 from pd_bench.scheduler.classes import CLASSES, PREMIUM_P99, SHARE_POINTS, WINDOW_S
 from pd_bench.scheduler.live import (
@@ -21,8 +23,6 @@ from pd_bench.scheduler.live import (
 from pd_bench.scheduler.replay import p99
 from pd_bench.scheduler.sending import RequestRecord
 from pd_bench.scheduler.workload import merged
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 
@@ -36,8 +36,8 @@ _ROUNDS = 3
 _BLOCK = traffic.PAGE_SIZE
 
 _YAML = [
-    f"{{name: {one.name}, reserved_fraction: {one.reserved_fraction}, priority: {one.priority}}}"
-    for one in CLASSES
+    f"{{name: {each.name}, reserved_fraction: {each.reserved_fraction}, priority: {each.priority}}}"
+    for each in CLASSES
 ]
 
 
@@ -70,7 +70,7 @@ async def compare(duration_s: float, shares_s: float, folder: Path, say: Say) ->
         unprotected_s = p99(await _premium(engine, together, part_s))
         say(f"premium beside free users with vLLM's own scheduler: p99 {unprotected_s:.3f} s")
         others_cores = max(others_cores, engine.noise.cores())
-    found = [
+    comparisons = [
         _p99s(p99(beside), p99(alone), "premium alone", PREMIUM_P99),
         _p99s(p99(beside), unprotected_s, "vLLM's scheduler", None),
         Comparison(
@@ -82,7 +82,7 @@ async def compare(duration_s: float, shares_s: float, folder: Path, say: Say) ->
             1.0,
         ),
     ]
-    return Findings(found, [f"capacity: {rate:.1f} requests a second"], others_cores)
+    return Findings(comparisons, [f"capacity: {rate:.1f} requests a second"], others_cores)
 
 
 def _requests(rate: float, duration_s: float, seed: int) -> tuple[list[Waiting], list[Waiting]]:
@@ -102,21 +102,23 @@ async def _premium(
     # The last premium requests may need their time. All other requests are disconnected.
     until_s = duration_s + 10.0
     records = await engine.serve(requests, page_size=_BLOCK, until_s=until_s, headers=traffic.tier)
-    return [min(one.ttft_s, until_s) for one in records if one.request.qos == "premium"]
+    return [min(record.ttft_s, until_s) for record in records if record.request.qos == "premium"]
 
 
 async def _share_error(
     engine: RunningEngine, rate: float, shares_s: float, model: CostModel, say: Say
 ) -> float:
     streams = [
-        traffic.stream(one.name, OVERLOAD * one.reserved_fraction * rate, shares_s, _SEED + n)
-        for n, one in enumerate(CLASSES, start=10)
+        traffic.stream(each.name, OVERLOAD * each.reserved_fraction * rate, shares_s, _SEED + n)
+        for n, each in enumerate(CLASSES, start=10)
     ]
     records = await engine.serve(
         merged(*streams), page_size=_BLOCK, until_s=shares_s, headers=traffic.tier
     )
     begun_s = min(
-        one.answer.sent_s - one.late_s - one.request.arrival_s for one in records if one.answer
+        record.answer.sent_s - record.late_s - record.request.arrival_s
+        for record in records
+        if record.answer
     )
     worst, shares = share_error(records, begun_s, shares_s, model)
     say("shares: " + ", ".join(f"{name} {share:.3f}" for name, share in shares.items()))
@@ -138,15 +140,15 @@ def share_error(
         BenchError: no window contains work.
     """
     seconds = int(duration_s)
-    done = {one.name: [0.0] * (seconds + 1) for one in CLASSES}
-    for one in records:
-        if one.answer is None or not one.answer.token_s:
+    done = {qos_class.name: [0.0] * (seconds + 1) for qos_class in CLASSES}
+    for record in records:
+        if record.answer is None or not record.answer.token_s:
             continue
-        cost_s = model.prefill_s(one.request.tokens)
-        end_s = one.answer.token_s[0] - begun_s
+        cost_s = model.prefill_s(record.request.tokens)
+        end_s = record.answer.token_s[0] - begun_s
         for second in range(max(0, int(end_s - cost_s)), min(seconds, int(end_s)) + 1):
             part_s = min(end_s, second + 1) - max(end_s - cost_s, second)
-            done[one.request.qos][second] += max(0.0, part_s)
+            done[record.request.qos][second] += max(0.0, part_s)
     width, worst = round(WINDOW_S), -1.0
     totals = dict.fromkeys(done, 0.0)
     # The last 2 s may contain work of unfinished prompts.

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from pd_bench.report import BenchError
 from pd_bench.scheduler.live import HITS, QUERIES, Say
 from pd_bench.scheduler.replay import p99
 from pd_bench.scheduler.sending import RequestRecord, send_all
-from pd_connector.tools.bench.report import BenchError
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.profile.client import EngineClient, connect
 from scheduler_plugins.sim import trace
@@ -46,12 +46,12 @@ def scaled(requests: Sequence[Waiting], scale: Scale, longest_tokens: int) -> li
     Raises:
         BenchError: the longest request does not fit.
     """
-    found = []
-    for one in requests:
-        tokens = max(1, round(one.tokens * scale.length))
-        answer = max(1, round(one.max_tokens * scale.length))
-        found.append(replace(one, tokens=tokens, max_tokens=answer))
-    worst = max(one.tokens + one.max_tokens for one in found)
+    shortened = []
+    for request in requests:
+        tokens = max(1, round(request.tokens * scale.length))
+        answer = max(1, round(request.max_tokens * scale.length))
+        shortened.append(replace(request, tokens=tokens, max_tokens=answer))
+    worst = max(request.tokens + request.max_tokens for request in shortened)
     if worst > longest_tokens:
         fits = scale.length * longest_tokens / worst
         raise BenchError(
@@ -59,24 +59,24 @@ def scaled(requests: Sequence[Waiting], scale: Scale, longest_tokens: int) -> li
             f"--scale {fits:.3g} fits, at most"
         )
     if scale.rate is None:
-        return found
-    return trace.at_rate(found, scale.rate, seed=0)
+        return shortened
+    return trace.at_rate(shortened, scale.rate, seed=0)
 
 
 async def replay(
     urls: Sequence[str], requests: Sequence[Waiting], scale: Scale, api_key: str | None, say: Say
 ) -> list[Replayed]:
     """Send the same trace to each engine, one after the other."""
-    found = []
+    replayed = []
     for url in urls:
         async with connect(url, api_key) as client:
             timed = scaled(requests, scale, client.longest_tokens)
             say(
                 f"{url}: {len(timed)} requests in {timed[-1].arrival_s - timed[0].arrival_s:.0f} s, "
-                f"{sum(one.tokens for one in timed) / len(timed):,.0f} tokens on average"
+                f"{sum(request.tokens for request in timed) / len(timed):,.0f} tokens on average"
             )
-            found.append(await _one(client, timed, scale))
-    return found
+            replayed.append(await _one(client, timed, scale))
+    return replayed
 
 
 async def _one(client: EngineClient, requests: Sequence[Waiting], scale: Scale) -> Replayed:
@@ -85,7 +85,7 @@ async def _one(client: EngineClient, requests: Sequence[Waiting], scale: Scale) 
     begun_s = requests[0].arrival_s
     records = await send_all(
         client,
-        [replace(one, arrival_s=one.arrival_s - begun_s) for one in requests],
+        [replace(request, arrival_s=request.arrival_s - begun_s) for request in requests],
         pool,
         page_size=max(1, round(trace.PAGE_SIZE * scale.length)),
         by_length=scale.priority,
@@ -103,27 +103,27 @@ def summary(url: str, records: Sequence[RequestRecord], hit: float) -> Replayed:
     Raises:
         BenchError: no request was.
     """
-    statuses = Counter(one.answer.status for one in records if one.answer)
-    times = [one.ttft_s for one in records if one.answer and one.answer.status == 200]
+    statuses = Counter(record.answer.status for record in records if record.answer)
+    times = [record.ttft_s for record in records if record.answer and record.answer.status == 200]
     if not times:
         raise BenchError(f"{url}: no request was answered; statuses: {dict(statuses)}")
-    tpots = [one.tpot_s for one in records if one.tpot_s > 0]
+    tpots = [record.tpot_s for record in records if record.tpot_s > 0]
     tpot_s = sum(tpots) / len(tpots) if tpots else 0.0
     return Replayed(url, statuses, sum(times) / len(times), p99(times), tpot_s, hit)
 
 
-def table(found: Sequence[Replayed]) -> Table:
+def table(replays: Sequence[Replayed]) -> Table:
     """A line for each engine; ratios are to the last one."""
     drawn = Table("engine", "answers", "mean TTFT s", "p99 s", "TPOT ms", "hit", "mean / last")
-    for one in found:
-        answers = ", ".join(f"{count} x {status}" for status, count in one.statuses.items())
+    for replayed in replays:
+        answers = ", ".join(f"{count} x {status}" for status, count in replayed.statuses.items())
         drawn.add_row(
-            one.url,
+            replayed.url,
             answers,
-            f"{one.mean_s:.3f}",
-            f"{one.p99_s:.3f}",
-            f"{one.tpot_s * 1e3:.1f}",
-            f"{one.hit:.2f}",
-            f"{one.mean_s / found[-1].mean_s:.2f}",
+            f"{replayed.mean_s:.3f}",
+            f"{replayed.p99_s:.3f}",
+            f"{replayed.tpot_s * 1e3:.1f}",
+            f"{replayed.hit:.2f}",
+            f"{replayed.mean_s / replays[-1].mean_s:.2f}",
         )
     return drawn

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import product
 from pathlib import Path
+from typing import Any
 
+from pd_bench.harness import pids_of
+from pd_bench.machine import Noise
 from pd_bench.scheduler.live import (
     CHUNK_TOKENS,
     Contender,
@@ -16,25 +17,19 @@ from pd_bench.scheduler.live import (
     Findings,
     RunningEngine,
     Say,
-    outcome,
     warm_up,
 )
-from pd_bench.scheduler.live_queue import CACHED_PROFILES, POST_TOKENS, PROFILE_TOKENS
-from pd_bench.scheduler.replay import Outcome, per_second
-from pd_bench.scheduler.runs import Runs
+from pd_bench.scheduler.live_queue import CACHED_PROFILES, PAGE_SIZE, PROFILE_TOKENS, take_turns
 from pd_bench.scheduler.sending import RequestRecord
-from pd_bench.scheduler.sglang_bars import FCFS, OURS, THEIRS, comparisons
-from pd_bench.scheduler.workload import poisson, shared_profiles
-from pd_connector.tools.bench.machine import Noise
+from pd_bench.scheduler.sglang_bars import OURS, THEIRS, comparisons
 from pd_connector.tools.launch.progress import wait_all
 from pd_connector.tools.launch.sglang import SglangEngine
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.profile.client import connect
 from scheduler_plugins.qos.settings import SETTINGS_VARIABLE
 
-PAGE_SIZE = 16
 _UNDER_WAY = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
 _RESET = "/flush_cache"
-_SEED = 7
 
 CONTENDERS = (
     *(Contender(name, ("--schedule-policy", name)) for name in THEIRS),
@@ -52,49 +47,32 @@ async def compare(
     """
     cache_tokens = CACHED_PROFILES * sum(PROFILE_TOKENS) // 2
     setup = EngineSetup(cache_tokens, PROFILE_TOKENS[1] + 500, folder)
-    found = defaultdict[tuple[str, float], list[Outcome]](list)
-    rates = []
     async with AsyncExitStack() as stack:
-        services = [_service(one, setup, say) for one in CONTENDERS]
+        services = [_service(contender, setup, say) for contender in CONTENDERS]
         for service in services:
             stack.enter_context(service)
         wait_all(services)
         engines = [
-            await stack.enter_async_context(_running(one, service, setup, say))
-            for one, service in zip(CONTENDERS, services, strict=True)
+            await stack.enter_async_context(_running(contender, service, setup, say))
+            for contender, service in zip(CONTENDERS, services, strict=True)
         ]
-        noise = Noise([pid for engine in engines for pid in engine.pids])
-        runs = Runs(rounds * (1 + len(loads) * len(engines)), say)
-        for seed in range(_SEED, _SEED + rounds):
-            requests = shared_profiles(
-                seed, posts=posts, profile_tokens=PROFILE_TOKENS, post_tokens=POST_TOKENS
-            )
-            async with runs.run(f"what {FCFS} drains", len(requests)) as count:
-                drained = await engines[0].serve(requests, page_size=PAGE_SIZE, answered=count)
-            rates.append(per_second([one.ttft_s for one in drained]))
-            say(f"capacity of {FCFS}: {rates[-1]:.1f} requests a second")
-            for load, engine in product(loads, engines):
-                timed = poisson(requests, load * rates[-1], seed)
-                name = engine.contender.name
-                async with runs.run(f"{name} at {load:g}", len(timed)) as count:
-                    records = await engine.serve(timed, page_size=PAGE_SIZE, answered=count)
-                result = outcome(records, _hit(records))
-                found[name, load].append(result)
-                say(
-                    f"  {name} at {load:g}: mean {result.mean_s:.3f} s, p99 {result.p99_s:.3f} s, "
-                    f"hit {result.hit:.2f}"
-                )
-        others_cores = noise.cores()
-    compared = [one for load in loads for one in comparisons(load, found)]
-    drains = ", ".join(f"{rate:.1f}" for rate in rates)
-    return Findings(compared, [f"capacity: {drains} requests a second"], others_cores)
+        turns = await take_turns(engines, _serve, posts, loads, rounds, say)
+    compared = [row for load in loads for row in comparisons(load, turns.outcomes)]
+    return Findings(compared, [turns.capacity], turns.others_cores)
+
+
+async def _serve(
+    engine: RunningEngine, requests: Sequence[Waiting], **how: Any
+) -> tuple[list[RequestRecord], float]:
+    records = await engine.serve(requests, **how)
+    return records, _hit(records)
 
 
 def _hit(records: Sequence[RequestRecord]) -> float:
     """The fraction of prompt tokens that came from the prefix cache, according to the answers."""
-    answers = [one.answer for one in records if one.answer is not None]
-    cached = sum(one.cached_tokens or 0 for one in answers)
-    return cached / max(1, sum(one.prompt_tokens for one in answers))
+    answers = [record.answer for record in records if record.answer is not None]
+    cached = sum(answer.cached_tokens or 0 for answer in answers)
+    return cached / max(1, sum(answer.prompt_tokens for answer in answers))
 
 
 def _service(contender: Contender, setup: EngineSetup, say: Say) -> SglangEngine:
@@ -129,12 +107,11 @@ async def _running(
 ) -> AsyncIterator[RunningEngine]:
     """Connect to a started contender and warm it up. Raises BenchError: it does not work as expected."""
     async with connect(service.base_url) as client:
-        processes = service.family.members() if service.family else []
-        pids = [process.pid for process in processes]
+        pids = pids_of([service])
         settings = setup.folder / contender.name / "settings.yaml"
-        found = RunningEngine(
+        engine = RunningEngine(
             contender, client, settings, pids, Noise(pids), under_way=_UNDER_WAY, reset=_RESET
         )
         say(f"warming {contender.name} up")
-        await warm_up(found, setup.max_model_len)
-        yield found
+        await warm_up(engine, setup.max_model_len)
+        yield engine

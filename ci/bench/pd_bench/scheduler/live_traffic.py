@@ -38,7 +38,7 @@ def tier(request: Waiting) -> dict[str, str]:
 async def capacity(engine: RunningEngine, count: int = _CALIBRATION) -> float:
     """Requests of such a stream that the engine answers per second when all wait from the start."""
     records = await engine.serve(_prompts(0, count), page_size=PAGE_SIZE)
-    return per_second([one.ttft_s for one in records])
+    return per_second([record.ttft_s for record in records])
 
 
 async def costs(engine: RunningEngine) -> CostModel:
@@ -46,14 +46,19 @@ async def costs(engine: RunningEngine) -> CostModel:
     await engine.drained()
     prober = Prober(engine.client, await engine.client.pool(), Random(3))
     tokens = [round(LONGEST_TOKENS / 1.5**n) for n in range(11)]
-    measured = [one for n in tokens for _ in range(2) for one in await prober.prefills(n, ())]
+    measured = [
+        measurement
+        for n in tokens
+        for _ in range(2)
+        for measurement in await prober.prefills(n, ())
+    ]
     return fit(measured, CHUNK_TOKENS)
 
 
 def _prompts(seed: int, count: int) -> list[Waiting]:
     return [
-        replace(one, tokens=min(one.tokens, LONGEST_TOKENS))
-        for one in lengths(seed, count, median_tokens=MEDIAN_TOKENS)
+        replace(tokens, tokens=min(tokens.tokens, LONGEST_TOKENS))
+        for tokens in lengths(seed, count, median_tokens=MEDIAN_TOKENS)
     ]
 
 
@@ -68,9 +73,9 @@ def settings(classes: Sequence[str]) -> str:
         [
             "scheduler:",
             "  qos_classes:",
-            *(f"    - {one}" for one in classes),
+            *(f"    - {line}" for line in classes),
             "request_router:",
             "  routes:",
-            *(f"    - {one}" for one in routes),
+            *(f"    - {line}" for line in routes),
         ]
     )

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pd_connector.tools.bench.report import Comparison, missed, table, write_json
+from pd_bench.report import Comparison, missed, table, write_json
 
 Seeds = Annotated[int, typer.Option(min=1, help="Repetitions with other arrivals.")]
 Minutes = Annotated[float, typer.Option(min=2.0, help="Simulated time.")]
@@ -31,11 +31,11 @@ Quick = Annotated[
 ]
 
 
-def tell(title: str, found: list[Comparison], json: Path | None) -> None:
+def tell(title: str, comparisons: list[Comparison], json: Path | None) -> None:
     """Print a table. If a bar was missed, exit with 1."""
     console = Console()
     console.print(f"\n[bold]{title}[/]")
-    console.print(table(found, "baseline"))
+    console.print(table(comparisons, "baseline"))
     if json is not None:
-        write_json(json, found)
-    raise typer.Exit(1 if missed(found) else 0)
+        write_json(json, comparisons)
+    raise typer.Exit(1 if missed(comparisons) else 0)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import Outcome, Setup, capacity
 from pd_bench.scheduler.workload import poisson, shared_profiles
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.order.srjf import DEFAULT_LAMBDA
 from scheduler_plugins.sim import trace
@@ -61,22 +61,22 @@ class Recorded(NamedTuple):
     def run(self, setup: Setup, load: float, seed: int) -> Outcome:
         """As `Workload.run`; the trace is played as fast as that takes."""
         rate = load * capacity(
-            [replace(one, arrival_s=0.0) for one in self.requests], self.setup("fcfs")
+            [replace(request, arrival_s=0.0) for request in self.requests], self.setup("fcfs")
         )
         return Outcome.of(setup.engine().run(trace.at_rate(self.requests, rate, seed)))
 
 
 def compare(workload: Workload | Recorded, seeds: Sequence[int]) -> list[Comparison]:
     """Our policy against each baseline at each load, with one value per seed."""
-    found = []
+    rows = []
     for load in LOADS:
         outcomes = {
             policy: [workload.run(workload.setup(policy), load, seed) for seed in seeds]
             for policy in (OURS, *BASELINES)
         }
         for baseline in BASELINES:
-            found += comparisons(load, baseline, outcomes[OURS], outcomes[baseline])
-    return found
+            rows += comparisons(load, baseline, outcomes[OURS], outcomes[baseline])
+    return rows
 
 
 def comparisons(

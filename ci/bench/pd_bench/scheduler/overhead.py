@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import ENGINE, PAGE_SIZE, FixedCosts, p99
 from pd_bench.scheduler.workload import shared_profiles
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import BlockHash
 from scheduler_plugins.queue.waiting import WaitingQueue
@@ -21,14 +21,14 @@ _POSTS = 50
 
 def compare(steps: int = 1000) -> list[Comparison]:
     """Time of a step with 100 and with 10,000 waiting requests, against the limits."""
-    found = []
+    comparisons = []
     for waiting, limit_s in LIMITS_S.items():
         times = step_times(waiting, steps)
         for name, value, bar in (
             ("mean step", sum(times) / len(times), 1.0),
             ("p99 step", p99(times), None),
         ):
-            found.append(
+            comparisons.append(
                 Comparison(
                     name,
                     {"waiting": waiting, "against": "allowed"},
@@ -38,7 +38,7 @@ def compare(steps: int = 1000) -> list[Comparison]:
                     bar,
                 )
             )
-    return found
+    return comparisons
 
 
 def step_times(waiting: int, steps: int, policy: str = "srjf_calibrated") -> list[float]:

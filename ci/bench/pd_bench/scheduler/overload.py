@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import ENGINE, Setup, capacity
 from pd_bench.scheduler.workload import lengths, poisson
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 from scheduler_plugins.admission.control import AdmissionControl
 from scheduler_plugins.admission.load import Decoding, LoadReport
 from scheduler_plugins.admission.predict import Prediction
@@ -48,7 +48,7 @@ def promises() -> list[PromisedLoad]:
 
 def compare(seeds: Sequence[int], duration_s: float) -> list[Comparison]:
     """Admitting only requests whose promise can be kept, against admitting all, with the same queue."""
-    found = []
+    comparisons = []
     for promise in promises():
         for policy in ("fcfs", "srjf_calibrated"):
             runs = [serve(promise, policy, duration_s, seed, control=True) for seed in seeds]
@@ -57,27 +57,8 @@ def compare(seeds: Sequence[int], duration_s: float) -> list[Comparison]:
             ours = Sample(tuple(goodput(run, promise.slo) for run in runs))
             theirs = Sample(tuple(max(goodput(run, promise.slo), 1e-3) for run in free))
             params = {"promise": promise.name, "policy": policy}
-            found += [
-                Comparison(
-                    "admitted and kept",
-                    {**params, "against": "wanted"},
-                    attained,
-                    Sample((ATTAINED,)),
-                    "",
-                    1.0,
-                    more_is_better=True,
-                ),
-                Comparison(
-                    "goodput",
-                    {**params, "against": "accept all"},
-                    ours,
-                    theirs,
-                    "/s",
-                    GOODPUT,
-                    more_is_better=True,
-                ),
-            ]
-    return found
+            comparisons += compared(params, attained, ours, theirs)
+    return comparisons
 
 
 def serve(
@@ -146,11 +127,37 @@ def kept(served: Served, slo: Slo) -> bool:
 
 def attainment(served: Sequence[Served], slo: Slo) -> float:
     """Fraction of admitted requests whose promise was kept."""
-    admitted = [one for one in served if one.first_token_s is not None]
-    return sum(kept(one, slo) for one in admitted) / max(1, len(admitted))
+    admitted = [request for request in served if request.first_token_s is not None]
+    return sum(kept(request, slo) for request in admitted) / max(1, len(admitted))
 
 
 def goodput(served: Sequence[Served], slo: Slo) -> float:
     """Requests per second whose promise was kept, over the time of arrivals."""
-    until_s = max(one.request.arrival_s for one in served)
-    return sum(kept(one, slo) for one in served) / until_s
+    until_s = max(request.request.arrival_s for request in served)
+    return sum(kept(request, slo) for request in served) / until_s
+
+
+def compared(
+    params: Mapping[str, str], attained: Sample, ours: Sample, theirs: Sample
+) -> list[Comparison]:
+    """Admitted requests that kept their promise beside the bar, and goodput beside admitting every request."""
+    return [
+        Comparison(
+            "admitted and kept",
+            {**params, "against": "wanted"},
+            attained,
+            Sample((ATTAINED,)),
+            "",
+            1.0,
+            more_is_better=True,
+        ),
+        Comparison(
+            "goodput",
+            {**params, "against": "accept all"},
+            ours,
+            theirs,
+            "/s",
+            GOODPUT,
+            more_is_better=True,
+        ),
+    ]

@@ -41,12 +41,14 @@ def _panel(
         _text(left - 12, bottom, "0"),
         _text(left + _WIDTH // 2, bottom + 38, "lambda, s per s"),
     ]
-    parts += [_text(_x(left, n) - 8, bottom + 18, f"{one:g}") for n, one in enumerate(LAMBDAS)]
+    parts += [
+        _text(_x(left, n) - 8, bottom + 18, f"{lambda_:g}") for n, lambda_ in enumerate(LAMBDAS)
+    ]
     for load, colour in zip(LOADS, _COLOURS, strict=True):
         line = " ".join(
-            f"{_x(left, LAMBDAS.index(one.lambda_))},{bottom - value(one) / top * _HEIGHT:.1f}"
-            for one in points
-            if one.load == load
+            f"{_x(left, LAMBDAS.index(point.lambda_))},{bottom - value(point) / top * _HEIGHT:.1f}"
+            for point in points
+            if point.load == load
         )
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
     return "\n".join(parts)

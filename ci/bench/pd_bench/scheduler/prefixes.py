@@ -8,8 +8,8 @@ from time import perf_counter, thread_time
 
 import numpy as np
 
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from scheduler_plugins.router.index.blocks import BlockIndex
 from scheduler_plugins.router.index.events import Batch, BlockName, Stored
 from scheduler_plugins.router.index.hashes import Hashes
@@ -35,17 +35,17 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
     held = [HeldBlocks(index, f"engine{n}") for n in range(engines)]
     random, stop_s = np.random.default_rng(0), 0.0
     for first in range(0, blocks, _AT_ONCE):
-        for n, one in enumerate(held):
+        for n, held_index in enumerate(held):
             names: list[BlockName] = [int(name) for name in random.integers(1, 2**63, _AT_ONCE)]
             tokens = [n, first] * _AT_ONCE
             batch = Batch(0.0, [Stored(names, None, tokens, 2)])
             # CPU time, so that other programs on the machine do not count.
             begin = thread_time()
-            one.apply(batch)
+            held_index.apply(batch)
             stop_s = max(stop_s, thread_time() - begin)
-    taken = index.nbytes + sum(one.nbytes for one in held)
+    taken = index.nbytes + sum(held_index.nbytes for held_index in held)
     where = {"engines": engines, "blocks": blocks}
-    found = [
+    comparisons = [
         Comparison(
             "memory of a block",
             {**where, "against": "allowed"},
@@ -65,7 +65,7 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
     ]
     for length in PROMPTS:
         times = _match_times(index, length, rounds)
-        found.append(
+        comparisons.append(
             Comparison(
                 f"match of {length} blocks",
                 {**where, "against": "allowed"},
@@ -75,7 +75,7 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
                 1.0,
             )
         )
-    return found
+    return comparisons
 
 
 def _match_times(index: BlockIndex, length: int, rounds: int) -> list[float]:

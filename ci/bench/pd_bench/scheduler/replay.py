@@ -63,9 +63,9 @@ class Outcome(NamedTuple):
 
     @classmethod
     def of(cls, served: Sequence[Served]) -> Outcome:
-        times = [one.ttft_s for one in served]
-        cached = sum(one.cached_tokens for one in served)
-        tokens = sum(one.request.tokens for one in served)
+        times = [request.ttft_s for request in served]
+        cached = sum(request.cached_tokens for request in served)
+        tokens = sum(request.request.tokens for request in served)
         return cls(sum(times) / len(times), p99(times), cached / tokens)
 
 
@@ -87,4 +87,4 @@ def per_second(times_s: Sequence[float]) -> float:
 
 def capacity(requests: Sequence[Waiting], setup: Setup) -> float:
     """Requests per second if all arrive at the beginning."""
-    return per_second([one.first_token_s or 0.0 for one in setup.engine().run(requests)])
+    return per_second([request.first_token_s or 0.0 for request in setup.engine().run(requests)])

@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import exit_codes
+from pd_bench.report import table
 from pd_bench.scheduler import order, plot
 from pd_bench.scheduler.options import tell
-from pd_connector.tools.bench.report import table
-from pd_connector.tools.cli.bench_report import exit_codes
 from pd_connector.tools.output import checked
 from scheduler_plugins.sim import trace
 
@@ -81,8 +81,8 @@ def replay(
         stderr = Console(stderr=True)
         with exit_codes(stderr):
             say = partial(stderr.print, markup=False, highlight=False)
-            found = asyncio.run(live_replay.replay(engine, recorded, how, api_key, say))
-        console.print(live_replay.table(found))
+            replays = asyncio.run(live_replay.replay(engine, recorded, how, api_key, say))
+        console.print(live_replay.table(replays))
         return
     workload = order.Recorded(recorded, cache_tokens)
     console.print(table(order.compare(workload, range(seeds)), "baseline"))

@@ -19,9 +19,9 @@ from time import monotonic
 
 import aiohttp
 
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.live import Say
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 
 REQUEST_LIMIT_S = 1.5e-3
 EVENT_LIMIT_S = 45e-6
@@ -64,24 +64,24 @@ async def compare(requests: int, streams: int, rounds: int, say: Say) -> list[Co
             name = f"{workers} worker(s)" if workers else "bare proxy"
             costs = f"{1e3 * request_s:.2f} ms a request, {1e6 * event_s:.0f} us an event"
             say(f"round {number} of {rounds}, {name}: {costs}")
-    of_request = {n: Sample(tuple(found)).scaled(1e3) for n, found in per_request.items()}
-    of_event = {n: Sample(tuple(found)).scaled(1e6) for n, found in per_event.items()}
+    of_request = {n: Sample(tuple(times)).scaled(1e3) for n, times in per_request.items()}
+    of_event = {n: Sample(tuple(times)).scaled(1e6) for n, times in per_event.items()}
     allowed = Sample((REQUEST_LIMIT_S * 1e3,)), Sample((EVENT_LIMIT_S * 1e6,))
     bare: dict[str, str | int | float] = {"against": "a bare proxy"}
     limit: dict[str, str | int | float] = {"against": "allowed"}
     request, event = "CPU of a request of 4 KB", "CPU of a streamed event"
-    found = []
+    times = []
     for n in (1, 2):
         where: dict[str, str | int | float] = {"workers": n}
-        found += [
+        times += [
             Comparison(request, where | limit, of_request[n], allowed[0], "ms", 1.0),
             Comparison(request, where | bare, of_request[n], of_request[0], "ms"),
             Comparison(event, where | limit, of_event[n], allowed[1], "us", 1.0),
             Comparison(event, where | bare, of_event[n], of_event[0], "us"),
         ]
     against: dict[str, str | int | float] = {"workers": 2, "against": "one worker"}
-    found.append(Comparison(request, against, of_request[2], of_request[1], "ms", TWO_TO_ONE))
-    return found
+    times.append(Comparison(request, against, of_request[2], of_request[1], "ms", TWO_TO_ONE))
+    return times
 
 
 async def _costs(url: str, pid: int, requests: int, streams: int) -> tuple[float, float]:
@@ -143,8 +143,8 @@ async def _url_in(stream: asyncio.StreamReader | None, pattern: str) -> str:
     try:
         async with asyncio.timeout(_START_S):
             while line := (await stream.readline()).decode():
-                if found := re.search(pattern, line):
-                    return found.group()
+                if match := re.search(pattern, line):
+                    return match.group()
     except TimeoutError:
         pass
     raise BenchError("a router or a mock engine did not start: try `pd-router serve` by hand")
@@ -171,12 +171,12 @@ async def _send(url: str, requests: int, tokens: int, *, stream: bool) -> None:
 
 def _cpu_s(pid: int) -> float:
     """CPU seconds of a process and of its living children."""
-    return sum(_own_cpu_s(one) for one in (pid, *_children(pid)))
+    return sum(_own_cpu_s(process) for process in (pid, *_children(pid)))
 
 
 def _children(pid: int) -> Sequence[int]:
     direct = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [one for child in map(int, direct) for one in (child, *_children(child))]
+    return [descendant for child in map(int, direct) for descendant in (child, *_children(child))]
 
 
 def _own_cpu_s(pid: int) -> float:

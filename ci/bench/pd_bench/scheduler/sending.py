@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.report import BenchError
 from scheduler_plugins.order.request import BlockHash, Waiting
 from scheduler_plugins.profile.client import EngineClient, Timed, at
 
@@ -66,10 +66,10 @@ async def send_all(
     Raises:
         BenchError: a request was answered with neither 200 nor 429.
     """
-    prompts = [prompt_ids(one, page_size, pool) for one in requests]
+    prompts = [prompt_ids(each, page_size, pool) for each in requests]
     begun_s = time.perf_counter() + _AHEAD_S
 
-    async def one(request: Waiting, prompt: list[int]) -> RequestRecord:
+    async def send_one(request: Waiting, prompt: list[int]) -> RequestRecord:
         due_s = begun_s + request.arrival_s
         await at(due_s)
         extra: dict[str, Any] = {"priority": len(prompt)} if by_length else {}
@@ -83,7 +83,7 @@ async def send_all(
         return RequestRecord(request, answer, answer.sent_s - due_s)
 
     pairs = zip(requests, prompts, strict=True)
-    tasks = [asyncio.create_task(one(request, prompt)) for request, prompt in pairs]
+    tasks = [asyncio.create_task(send_one(request, prompt)) for request, prompt in pairs]
     left_s = None if until_s is None else begun_s + until_s - time.perf_counter()
     done, pending = await asyncio.wait(tasks, timeout=left_s)
     for task in pending:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.scheduler.replay import Outcome
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 
 FCFS, OURS = "fcfs", "srjf_calibrated"
 THEIRS = (FCFS, "lpm", "hrrn", "shortest-prefill-first")
@@ -18,7 +18,7 @@ BARRED_LOAD = 0.9
 
 
 def comparisons(
-    load: float, found: Mapping[tuple[str, float], Sequence[Outcome]]
+    load: float, outcomes: Mapping[tuple[str, float], Sequence[Outcome]]
 ) -> list[Comparison]:
     """Mean, tail and hits of one load against each of theirs.
 
@@ -27,7 +27,7 @@ def comparisons(
     """
 
     def sample(name: str, field: str) -> Sample:
-        return Sample(tuple(getattr(one, field) for one in found[name, load]))
+        return Sample(tuple(getattr(outcome, field) for outcome in outcomes[name, load]))
 
     best = min(THEIRS, key=lambda name: sample(name, "mean_s").median)
     return [

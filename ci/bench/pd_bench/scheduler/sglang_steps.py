@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from pd_bench.report import Comparison
 from pd_bench.scheduler.replay import Outcome, p99
 from pd_bench.scheduler.sending import prompt_ids
 from pd_bench.scheduler.sglang_bars import FCFS, OURS, POLICIES, comparisons
 from pd_bench.scheduler.workload import poisson, shared_profiles
-from pd_connector.tools.bench.report import Comparison
 from pd_connector.tools.demo import MODEL_DIR
 from scheduler_plugins.order.request import Waiting
 
@@ -44,18 +44,18 @@ class _Clock:
 
 def compare(posts: int, loads: Sequence[float], seeds: Sequence[int]) -> list[Comparison]:
     """PrefillOnly's shape, 20 users x `posts`, at `loads` times what FCFS drains."""
-    found: dict[tuple[str, float], list[Outcome]] = {}
+    outcomes: dict[tuple[str, float], list[Outcome]] = {}
     for seed in seeds:
         requests = shared_profiles(seed, posts=posts, page_size=PAGE_SIZE)
-        ids = {one.id: prompt_ids(one, PAGE_SIZE, _VOCABULARY) for one in requests}
+        ids = {request.id: prompt_ids(request, PAGE_SIZE, _VOCABULARY) for request in requests}
         drained = _Engine(FCFS)
         drained.serve(requests, ids)
         rate = len(requests) / drained.clock.now_s
         for load in loads:
             timed = poisson(requests, load * rate, seed)
             for policy in POLICIES:
-                found.setdefault((policy, load), []).append(_Engine(policy).serve(timed, ids))
-    return [one for load in loads for one in comparisons(load, found)]
+                outcomes.setdefault((policy, load), []).append(_Engine(policy).serve(timed, ids))
+    return [row for load in loads for row in comparisons(load, outcomes)]
 
 
 @dataclass
@@ -87,7 +87,7 @@ class _Engine:
 
     def serve(self, requests: Sequence[Waiting], ids: dict[str, list[int]]) -> Outcome:
         """Serve requests, by arrival; one token each."""
-        coming = iter(sorted(requests, key=lambda one: one.arrival_s))
+        coming = iter(sorted(requests, key=lambda request: request.arrival_s))
         upcoming = next(coming, None)
         ttft_s: list[float] = []
         while upcoming is not None or self.waiting or self.chunked is not None:
@@ -97,7 +97,7 @@ class _Engine:
                 self.waiting.append(self._request(upcoming, ids[upcoming.id]))
                 upcoming = next(coming, None)
             ttft_s += self._step()
-        computed = self.processed_tokens / sum(len(ids[one.id]) for one in requests)
+        computed = self.processed_tokens / sum(len(ids[request.id]) for request in requests)
         return Outcome(sum(ttft_s) / len(ttft_s), p99(ttft_s), 1 - computed)
 
     def _step(self) -> Iterator[float]:
@@ -159,15 +159,17 @@ class _Engine:
             self.tree.evict(EvictParams(num_tokens=len(ids)))
         slots = self.allocator.alloc(len(ids))
         assert slots is not None, "more is locked than the cache holds"
-        found = self.tree.insert(InsertParams(key=RadixKey(ids), value=slots))
-        self.allocator.free(slots[: found.prefix_len])
+        inserted = self.tree.insert(InsertParams(key=RadixKey(ids), value=slots))
+        self.allocator.free(slots[: inserted.prefix_len])
 
-    def _request(self, one: Waiting, ids: list[int]) -> Any:
+    def _request(self, request: Waiting, ids: list[int]) -> Any:
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        made = Req(one.id, "", array("q", ids), SamplingParams(max_new_tokens=one.max_tokens))
-        made.time_stats.wait_queue_entry_time = one.arrival_s
+        made = Req(
+            request.id, "", array("q", ids), SamplingParams(max_new_tokens=request.max_tokens)
+        )
+        made.time_stats.wait_queue_entry_time = request.arrival_s
         made.arrival_processed_tokens = self.processed_tokens
         return made
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import secrets
 import tempfile
 from dataclasses import dataclass
@@ -12,8 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pd_bench.harness import NIXL, VLLM, require
 from pd_bench.model import MADE_UP_WEIGHTS, write_model
+from pd_bench.netns import Bed, available
 from pd_bench.peer_environment import how_to_make
+from pd_bench.report import BenchError
 from pd_bench.serve.measure import Measurement, Plan, ServeFindings
 from pd_bench.serve.stack import (
     RIVAL_ROUTER,
@@ -24,9 +26,7 @@ from pd_bench.serve.stack import (
 )
 from pd_bench.serve.trace import Line, longest, read
 from pd_connector.config import KEY_VARIABLE
-from pd_connector.tools.bench.report import BenchError
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
-from pd_connector.tools.launch.netns import Bed, available
 from pd_connector.tools.launch.service import log_folder
 
 TESTED_VERSION = "0.1.17"
@@ -58,13 +58,7 @@ class ServeBench:
                 f"no {RIVAL_ROUTER} in {env} (--peer-env): "
                 f"{how_to_make(env, f'{RIVAL_ROUTER}=={TESTED_VERSION}')}"
             )
-        for module, mend in (
-            ("vllm", "install vLLM, or use the environment that has it"),
-            ("nixl", "the rival needs it: pip install 'pd-connector[nixl]'"),
-            ("aiohttp", "our router needs it: pip install 'pd-connector[router]'"),
-        ):
-            if importlib.util.find_spec(module) is None:
-                raise BenchError(f"{module} is not installed: {mend}")
+        require(VLLM, NIXL, ("aiohttp", "our router needs it: pip install 'pd-connector[router]'"))
         if reason := available():
             raise BenchError(
                 f"no network namespaces here ({reason}): run it as root with iproute2 installed"

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_bench.command_output import exit_codes, noise_note, report
 from pd_bench.serve.bench import ServeBench
 from pd_bench.serve.measure import Plan, ServeFindings
 from pd_bench.serve.pool import PoolServeBench
 from pd_bench.serve.pool_turns import AGAIN, PLAIN, POOL
 from pd_bench.serve.stack import PARTS, RIVAL
-from pd_connector.tools.cli.bench_report import exit_codes, noise_note, report
 from pd_connector.tools.output import Json
 
 LOADS = (0.5, 0.8, 1.1)
@@ -89,21 +89,21 @@ def serve(
 
 def _serve_pool(bench: PoolServeBench, stderr: Console, json: Path | None) -> None:
     with exit_codes(stderr):
-        found = bench.measure(stderr)
-    named, asked = found.named
+        measured = bench.measure(stderr)
+    named, requests_sent = measured.named
     notes = [
         "both: PDConnector (codec raw, float32), pd-router, PrefixAwareScheduler, on one host",
-        f"load 1.0: {found.capacity:.2f} requests/s, the capacity without a pool",
-        f"{AGAIN}: {named:.0f} of {asked} decisions of the router named the pool",
-        f"{AGAIN}: engines loaded {found.loaded:,.0f} chunks",
+        f"load 1.0: {measured.capacity:.2f} requests/s, the capacity without a pool",
+        f"{AGAIN}: {named:.0f} of {requests_sent} decisions of the router named the pool",
+        f"{AGAIN}: engines loaded {measured.loaded:,.0f} chunks",
         *(
             f"failed {count} times, {name}: {failure}"
-            for name, failed in found.failed.items()
+            for name, failed in measured.failed.items()
             for failure, count in failed.items()
         ),
-        noise_note(found.others_cores),
+        noise_note(measured.others_cores),
     ]
-    report([(PLAIN, found.first), (f"{POOL}, before", found.again)], notes, json)
+    report([(PLAIN, measured.first), (f"{POOL}, before", measured.again)], notes, json)
 
 
 def _notes(bench: ServeBench, version: str, findings: ServeFindings) -> list[str]:

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pd_bench.machine import Noise
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.stack import Stack
 from pd_bench.serve.trace import Line, TimedRequest, timed
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
 from pd_connector.tools.launch import Client
 
 TTFT_BARS = {0.8: 0.5}
@@ -150,16 +150,16 @@ class Measurement:
             lines = self._lines_of(number)
             for load in self._plan.loads:
                 requests = timed(lines, load * capacity, self._plan.scale, self._next_seed())
-                found: dict[str, Turn] = {}
+                turn_of: dict[str, Turn] = {}
                 # The stacks begin alternately, so that neither always has the quieter minute.
                 for stack in self._stacks if number % 2 else reversed(self._stacks):
-                    found[stack.name] = turn = self._turn(stack, requests)
+                    turn_of[stack.name] = turn = self._turn(stack, requests)
                     times = [answer.ttft_s for answer in turn.served]
                     self._say(
                         f"round {number + 1}, load {load:g}, {stack.name}: mean TTFT "
                         f"{statistics.mean(times):.2f} s"
                     )
-                ours, rival = (found[stack.name] for stack in self._stacks)
+                ours, rival = (turn_of[stack.name] for stack in self._stacks)
                 turns[load].append((ours, rival))
         return turns
 
@@ -234,7 +234,7 @@ def compared(
     turns: Mapping[float, Sequence[tuple[Turn, Turn]]], promise: Promise
 ) -> list[Comparison]:
     """Ours beside the rival for every load: one value per round."""
-    found = []
+    comparisons = []
     for load, pairs in turns.items():
         ours, rival = ([pair[side] for pair in pairs] for side in (0, 1))
 
@@ -249,13 +249,13 @@ def compared(
             load: float = load,
         ) -> None:
             mine, theirs = (Sample(tuple(value(turn) for turn in side)) for side in (ours, rival))
-            found.append(Comparison(name, {"load": load}, mine, theirs, unit, bar, more))
+            comparisons.append(Comparison(name, {"load": load}, mine, theirs, unit, bar, more))
 
         add("TTFT mean", _mean_ttft, "s", TTFT_BARS.get(load))
         add("TTFT p99", _p99_ttft, "s", P99_BARS.get(load))
         add("TPOT mean", _mean_tpot_ms, "ms", TPOT_BAR)
         add("goodput", lambda turn: goodput(turn, promise), "/s", GOODPUT_BARS.get(load), True)
-    return found
+    return comparisons
 
 
 def goodput(turn: Turn, promise: Promise) -> float:

@@ -8,7 +8,6 @@ killed and restarted, and all requests come again. Until then both stacks have t
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import shutil
 import statistics
 import tempfile
@@ -20,7 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pd_bench.harness import VLLM, require
+from pd_bench.machine import Noise
 from pd_bench.model import KV_BYTES_PER_TOKEN, write_model, write_weights
+from pd_bench.report import BenchError, Comparison
 from pd_bench.serve.measure import AT_ONCE, WARM_UPS, Plan, Say
 from pd_bench.serve.pool_turns import AGAIN, PLAIN, POOL, Round, Turns, compared
 from pd_bench.serve.sending import Answer, completion_rate, send
@@ -28,8 +30,6 @@ from pd_bench.serve.stack import PoolStack, StackSetup
 from pd_bench.serve.trace import Line, TimedRequest, longest, read, timed
 from pd_connector.errors import ConfigError
 from pd_connector.pool.settings import SHM_VARIABLE, load, memory_folder
-from pd_connector.tools.bench.machine import Noise
-from pd_connector.tools.bench.report import BenchError, Comparison
 from pd_connector.tools.launch import stop_services, terminate_as_interrupt, wait_all
 from pd_connector.tools.launch.service import log_folder
 
@@ -80,9 +80,7 @@ class PoolServeBench:
             PDConnectorError: nothing could be measured.
         """
         lines = read(self.trace, self.plan.requests * self.plan.rounds)
-        for module in ("vllm", "aiohttp"):
-            if importlib.util.find_spec(module) is None:
-                raise BenchError(f"{module} is not installed: use the environment that has it")
+        require(VLLM, ("aiohttp", "our router needs it: pip install 'pd-connector[router]'"))
         memory = memory_for(lines, self.plan)
         logs = log_folder()
         console.print(f"logs in {logs}", highlight=False)
@@ -135,7 +133,7 @@ class PoolMeasurement:
         self._say = say
         self._console = console
         self._model = pooled.engines[0].client.model()
-        self._failed: dict[str, Counter[str]] = {one: Counter() for one in (POOL, PLAIN, AGAIN)}
+        self._failed: dict[str, Counter[str]] = {name: Counter() for name in (POOL, PLAIN, AGAIN)}
 
     def measure(self) -> PoolServeFindings:
         """Measure everything.
@@ -163,17 +161,20 @@ class PoolMeasurement:
         both = {POOL: self._pooled, PLAIN: self._plain}
         turned = dict(reversed(both.items()))
         others += [
-            self._serve(turns[one.load], one, turned if one.number % 2 else both) for one in rounds
+            self._serve(turns[round_.load], round_, turned if round_.number % 2 else both)
+            for round_ in rounds
         ]
         time.sleep(_SAVED_S)
         self._pooled.kill_engines()
         wait_all(self._pooled.services, console=self._console)
         self._wait_for_pool()
         named = self._pooled.named_pool()
-        others += [self._serve(turns[one.load], one, {AGAIN: self._pooled}) for one in rounds]
+        others += [
+            self._serve(turns[round_.load], round_, {AGAIN: self._pooled}) for round_ in rounds
+        ]
         first, again = compared(turns)
-        asked = sum(len(one.requests) for one in rounds)
-        decided = self._pooled.named_pool() - named, asked
+        sent = sum(len(round_.requests) for round_ in rounds)
+        decided = self._pooled.named_pool() - named, sent
         loaded = self._pooled.loaded_chunks()
         return PoolServeFindings(first, again, capacity, decided, loaded, self._failed, max(others))
 
@@ -182,13 +183,13 @@ class PoolMeasurement:
         seed = 100 + number * len(self._plan.loads) + place
         return timed(lines, per_s, self._plan.scale, seed)
 
-    def _serve(self, turns: Turns, one: Round, stacks: Mapping[str, PoolStack]) -> float:
+    def _serve(self, turns: Turns, round_: Round, stacks: Mapping[str, PoolStack]) -> float:
         """One round, served by each of these in turn. Returns the cores that other programs used."""
         others = list[float]()
         for name, stack in stacks.items():
-            _use_memory(self._shm, _kv_bytes(one.requests))
+            _use_memory(self._shm, _kv_bytes(round_.requests))
             noise = self._noise()
-            turns.add(name, self._turn(stack, name, one.requests))
+            turns.add(name, self._turn(stack, name, round_.requests))
             others.append(noise.cores())
         return max(others)
 
@@ -197,9 +198,9 @@ class PoolMeasurement:
 
     def _turn(self, stack: PoolStack, name: str, requests: Sequence[TimedRequest]) -> list[Answer]:
         answers = send(stack.router.client, self._model, requests)
-        failures = [one.failure for one in answers if one.failure]
+        failures = [answer.failure for answer in answers if answer.failure]
         self._failed[name].update(failures)
-        times = [one.ttft_s for one in answers if not one.failure]
+        times = [answer.ttft_s for answer in answers if not answer.failure]
         if not times:
             raise BenchError(f"{name}: no request was served; see {stack.router.log_path.parent}")
         mean = statistics.mean(times)
@@ -209,7 +210,7 @@ class PoolMeasurement:
     def _rate(self, stack: PoolStack, count: int, at_once: int, seed: int) -> float:
         requests = timed(self._lines[:count], 1.0, self._plan.scale, seed)
         rate, answers = completion_rate(stack.router.client, self._model, requests, at_once)
-        if failure := next((one.failure for one in answers if one.failure), ""):
+        if failure := next((answer.failure for answer in answers if answer.failure), ""):
             raise BenchError(f"{stack.name}: {failure}; see {stack.router.log_path.parent}")
         return rate
 
@@ -234,7 +235,7 @@ def memory_for(lines: Sequence[Line], plan: Plan) -> str:
         timed(lines[at : at + plan.requests], 1.0, plan.scale, 0)
         for at in range(0, len(lines), plan.requests)
     ]
-    turns = [_kv_bytes(one) for one in rounds]
+    turns = [_kv_bytes(requests_of) for requests_of in rounds]
     before = _kv_bytes(rounds[0][:WARM_UPS]) + turns[0]  # warm-ups, and to find the capacity
     gib = -(-(sum(turns) * len(plan.loads) + before) >> 30) + 1  # chunks have headers, too
     turn = -(-max(turns) >> 30)
@@ -249,7 +250,7 @@ def memory_for(lines: Sequence[Line], plan: Plan) -> str:
 
 
 def _kv_bytes(requests: Sequence[TimedRequest]) -> int:
-    tokens = sum(len(one.prompt) + one.max_tokens for one in requests)
+    tokens = sum(len(request.prompt) + request.max_tokens for request in requests)
     return tokens * 2 * KV_BYTES_PER_TOKEN  # in float32
 
 

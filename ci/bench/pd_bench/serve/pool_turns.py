@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pd_bench.report import Comparison
+from pd_bench.sample import Sample
 from pd_bench.serve.sending import Answer
 from pd_bench.serve.trace import TimedRequest
-from pd_connector.tools.bench.report import Comparison
-from pd_connector.tools.bench.sample import Sample
 
 POOL, PLAIN, AGAIN = "with the pool", "no pool", "after kill -9"
 BARS = {PLAIN: 1.1, POOL: 0.5}
@@ -40,16 +40,18 @@ class Turns:
 
     def ttft_s(self, name: str) -> float:
         """The mean of those that were served."""
-        return statistics.mean(one.ttft_s for one in self.answers[name] if not one.failure)
+        return statistics.mean(answer.ttft_s for answer in self.answers[name] if not answer.failure)
 
     def tpot_ms(self, name: str) -> float:
         """The mean of those that were served."""
-        return 1e3 * statistics.mean(one.tpot_s for one in self.answers[name] if not one.failure)
+        return 1e3 * statistics.mean(
+            answer.tpot_s for answer in self.answers[name] if not answer.failure
+        )
 
     def equal(self, name: str) -> int:
         """How many answers are those of the stack without a pool."""
         both = zip(self.answers[name], self.answers[PLAIN], strict=True)
-        return sum(not mine.failure and mine.text == wanted.text for mine, wanted in both)
+        return sum(not mine.failure and mine.text == reference.text for mine, reference in both)
 
 
 def compared(turns: Mapping[float, Turns]) -> tuple[list[Comparison], list[Comparison]]:
@@ -59,13 +61,13 @@ def compared(turns: Mapping[float, Turns]) -> tuple[list[Comparison], list[Compa
         turns: by load.
     """
     first, again = list[Comparison](), list[Comparison]()
-    for load, one in turns.items():
-        for found, name, beside in ((first, POOL, PLAIN), (again, AGAIN, POOL)):
+    for load, turn in turns.items():
+        for results, name, beside in ((first, POOL, PLAIN), (again, AGAIN, POOL)):
             for figure, mine, other, *judged in (
-                ("TTFT mean", one.ttft_s(name), one.ttft_s(beside), "s", BARS[beside], False),
-                ("TPOT mean", one.tpot_ms(name), one.tpot_ms(beside), "ms", None, False),
-                ("answers equal", one.equal(name), len(one.answers[PLAIN]), "", 1.0, True),
+                ("TTFT mean", turn.ttft_s(name), turn.ttft_s(beside), "s", BARS[beside], False),
+                ("TPOT mean", turn.tpot_ms(name), turn.tpot_ms(beside), "ms", None, False),
+                ("answers equal", turn.equal(name), len(turn.answers[PLAIN]), "", 1.0, True),
             ):
                 samples = Sample((float(mine),)), Sample((float(other),))
-                found.append(Comparison(figure, {"load": load}, *samples, *judged))
+                results.append(Comparison(figure, {"load": load}, *samples, *judged))
     return first, again

@@ -46,7 +46,7 @@ def completion_rate(
     began = time.monotonic()
     with ThreadPoolExecutor(at_once) as threads:
         answers = list(
-            threads.map(lambda one: _ask(client, model, one, time.monotonic()), requests)
+            threads.map(lambda request: _ask(client, model, request, time.monotonic()), requests)
         )
     return len(requests) / (time.monotonic() - began), answers
 

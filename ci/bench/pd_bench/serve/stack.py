@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pd_bench.harness import Processes
+from pd_bench.netns import Namespace
 from pd_bench.peer_environment import installed_version
-from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.launch import HttpError, RouterProcess, Service, VllmEngine
 from pd_connector.tools.launch.engine import Role
-from pd_connector.tools.launch.netns import Namespace
 
 RIVAL_ROUTER = "vllm-router"
 OUR_SCHEDULER = ("--scheduler-cls", "scheduler_plugins.vllm.PrefixAwareScheduler")
@@ -82,7 +82,7 @@ class Stack(ABC):
     def __init__(self, prefill: VllmEngine, decode: VllmEngine, router: Service) -> None:
         self.engines = (prefill, decode)
         self.router = router
-        self._pids: list[int] = []
+        self._processes = Processes(lambda: self.services)
 
     @property
     def services(self) -> tuple[Service, ...]:
@@ -92,14 +92,11 @@ class Stack(ABC):
     @property
     def pids(self) -> list[int]:
         """Processes of the whole stack, as they were when it became ready."""
-        if not self._pids:
-            families = [one.family for one in self.services if one.family]
-            self._pids = [process.pid for family in families for process in family.members()]
-        return self._pids
+        return self._processes.pids
 
     def cpu_seconds(self) -> float:
         """CPU time used by the whole stack."""
-        return cpu_seconds(self.pids)
+        return self._processes.cpu_seconds()
 
     @abstractmethod
     def rest(self) -> None:
@@ -112,12 +109,12 @@ class Stack(ABC):
 
     def prompt_tokens(self) -> dict[str, float]:
         """The decode engine's prompt tokens up to now, by their source."""
-        found: dict[str, float] = {}
+        tokens: dict[str, float] = {}
         for (name, labels), value in self.engines[1].metrics().items():
             if name == _PROMPT_TOKENS:
                 source = dict(labels)["source"]
-                found[source] = found.get(source, 0.0) + value
-        return found
+                tokens[source] = tokens.get(source, 0.0) + value
+        return tokens
 
 
 class OurStack(Stack):
@@ -165,7 +162,7 @@ class PoolStack(OurStack):
             engine.kill()
         for engine in self.engines:
             engine.start()
-        self._pids = []
+        self._processes = Processes(lambda: self.services)
 
     def uses_pool(self) -> bool:
         """Whether both engines use the pool, and the router knows what is in it."""
@@ -176,8 +173,8 @@ class PoolStack(OurStack):
             state = json.loads(self.router.client.get("/health", timeout_s=10.0))
         except HttpError:  # the router has not seen yet that the engines are back
             return False
-        up = all(one["state"] == "up" for one in state["engines"])
-        return up and all(one.get("cache", {}).get("pool") for one in state["engines"])
+        up = all(state_of["state"] == "up" for state_of in state["engines"])
+        return up and all(state_of.get("cache", {}).get("pool") for state_of in state["engines"])
 
     def named_pool(self) -> float:
         """Decisions of the router that named a pool."""
@@ -185,7 +182,9 @@ class PoolStack(OurStack):
 
     def loaded_chunks(self) -> float:
         """Chunks that both engines have loaded since their start."""
-        return sum(one.metrics().total("pd_connector:pool_hits_total") for one in self.engines)
+        return sum(
+            engine.metrics().total("pd_connector:pool_hits_total") for engine in self.engines
+        )
 
 
 class RivalStack(Stack):

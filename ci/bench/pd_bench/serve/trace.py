@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from pd_connector.tools.bench.report import BenchError
+from pd_bench.report import BenchError
 from pd_connector.tools.launch.engine import PAGE_TOKENS
 
 TO_GET_ONE = (
@@ -50,16 +50,16 @@ def read(path: Path, requests: int) -> list[Line]:
     """
     try:
         with path.open("rb") as lines:
-            wanted = enumerate(itertools.islice(lines, requests), 1)
-            found = [_line(f"{path}, line {number}", text) for number, text in wanted]
+            numbered = enumerate(itertools.islice(lines, requests), 1)
+            parsed = [_line(f"{path}, line {number}", text) for number, text in numbered]
     except OSError as error:
         raise BenchError(f"{path}: cannot be read ({error.strerror}); {TO_GET_ONE}") from None
-    if len(found) < requests:
+    if len(parsed) < requests:
         raise BenchError(
-            f"{path}: has {len(found)} requests and {requests} are needed; ask for fewer --requests "
+            f"{path}: has {len(parsed)} requests and {requests} are needed; ask for fewer --requests "
             "or --rounds"
         )
-    return found
+    return parsed
 
 
 def _line(place: str, text: bytes) -> Line:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examines this machine. Imports no engine, and runs in a process of its own whatever could crash."""
 
+import fcntl
 import importlib.util
+import ipaddress
 import os
 import re
 import resource
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -18,11 +22,17 @@ import zmq
 import pd_connector
 from pd_connector.config import CODEC_GROUP, TRANSPORT_GROUP
 from pd_connector.extensions import load_entry_points
-from pd_connector.tools.bench.machine import cpu_seconds
 from pd_connector.tools.cli.checks import pool
-from pd_connector.tools.cli.checks.facts import Addition, Facts, Limits, Software, Transports, Trial
+from pd_connector.tools.cli.checks.facts import (
+    Addition,
+    Facts,
+    Limits,
+    Network,
+    Software,
+    Transports,
+    Trial,
+)
 from pd_connector.tools.cli.checks.network import configured_host
-from pd_connector.tools.cli.checks.network_probe import network
 from pd_connector.tools.cli.checks.software import PLUGIN
 from pd_connector.transport.choice import this_machine
 from pd_connector.transport.tcp.cipher import fast_aes
@@ -138,10 +148,17 @@ def _printed(process: "subprocess.Popen[str]", timeout_s: float) -> tuple[str, s
         try:
             return process.communicate(timeout=timeout_s / _LOOKS)
         except subprocess.TimeoutExpired:
-            before_s, used_s = used_s, cpu_seconds([process.pid])
+            before_s, used_s = used_s, _cpu_seconds(process.pid)
             if look >= _LOOKS - 1 and used_s == before_s:
                 raise
     raise subprocess.TimeoutExpired(process.args, _LONGER * timeout_s)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a child that has not been waited for."""
+    # The name, in parentheses, may hold spaces; utime and stime are fields 14 and 15.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _software() -> Software:
@@ -267,3 +284,96 @@ def _entries(folder: Path) -> tuple[str, ...]:
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1].strip()[:300] if lines else ""
+
+
+_SIOCGIFADDR = 0x8915
+_DEFAULT_PORTS = (32768, 60999)
+# Addresses for documentation: connecting a datagram socket sends nothing, it only looks up a route.
+_ELSEWHERE = ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1"))
+
+
+def network(host: str) -> Network:
+    """This machine's network, as an engine with this `host` sees it."""
+    name = socket.gethostname()
+    return Network(
+        addresses=_interface_addresses(),
+        outward=_outward(),
+        hostname=name,
+        resolved={each: _resolve(each) for each in (name, host)},
+        bindable={host: _cannot_bind(host)},
+        port_range=_port_range(),
+        firewalls=_firewalls(),
+    )
+
+
+def _interface_addresses() -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, interface in socket.if_nameindex():
+            request = struct.pack("256s", interface.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asker, _SIOCGIFADDR, request)
+            except OSError:  # it has no address
+                continue
+            found.setdefault(interface, []).append(socket.inet_ntoa(answer[20:24]))
+    inet6 = Path("/proc/net/if_inet6")
+    for line in inet6.read_text().splitlines() if inet6.exists() else ():
+        digits, *_, interface = line.split()
+        address = ipaddress.IPv6Address(int(digits, 16))
+        if not address.is_link_local:
+            found.setdefault(interface, []).append(str(address))
+    return {interface: tuple(addresses) for interface, addresses in found.items()}
+
+
+def _outward() -> str | None:
+    for family, elsewhere in _ELSEWHERE:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as asker:
+                asker.connect((elsewhere, 9))
+                return str(asker.getsockname()[0])
+        except OSError:
+            continue
+    return None
+
+
+def _resolve(host: str) -> tuple[str, ...]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # UnicodeError: not a possible name
+        return ()
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # as the connector does
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _cannot_bind(host: str) -> str:
+    found = _resolve(host)
+    if not found:
+        return "the name does not resolve"
+    family = socket.AF_INET6 if ":" in found[0] else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((found[0], 0))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _port_range() -> tuple[int, int]:
+    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not file.exists():
+        return _DEFAULT_PORTS
+    first, last = file.read_text().split()
+    return int(first), int(last)
+
+
+def _firewalls() -> tuple[str, ...]:
+    found = []
+    ufw = Path("/etc/ufw/ufw.conf")
+    try:
+        if ufw.exists() and re.search(r"^ENABLED=yes", ufw.read_text(), re.MULTILINE):
+            found.append("ufw")
+    except OSError:
+        pass
+    if Path("/run/firewalld").is_dir():
+        found.append("firewalld")
+    return tuple(found)

@@ -3,18 +3,17 @@
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
+from pd_connector.config import KEY_VARIABLE, Config
 from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.pool.settings import check as check_pool
-from pd_connector.tools.cli.checks.drafts_together import Drafting
 from pd_connector.tools.cli.checks.finding import Finding, Status
-from pd_connector.tools.cli.checks.pools_together import HOST_VARIABLE as ENGINE_HOST_VARIABLE
-from pd_connector.tools.cli.checks.pools_together import together as pools_together
 
 NAME = "PDConnector"
+ENGINE_HOST_VARIABLE = "VLLM_HOST_IP"
+"""vLLM's own variable for the address of its host."""
 WRAPPERS = ("MultiConnector", "PdConnector")
 """Connectors that have others as parts: vLLM's, and Dynamo's subclass of it."""
 ANSWERING = ("MooncakeConnector", "NixlConnector", "NixlPushConnector", "NixlPullConnector")
@@ -40,6 +39,20 @@ UNUSED = (
 """Keys of vLLM's for other connectors. 0.32 knows the first and `kv_port` only."""
 
 
+class Drafting(NamedTuple):
+    """An engine in a file.
+
+    Attributes:
+        place: of its config.
+        role: its `kv_role`.
+        speculation: its `--speculative-config`; empty without one.
+    """
+
+    place: str
+    role: str
+    speculation: str
+
+
 class Written(NamedTuple):
     """A `--kv-transfer-config`, and where it was found.
 
@@ -57,7 +70,7 @@ class Written(NamedTuple):
         """The engines with PDConnector that it starts: one, or none."""
         if isinstance(self.value, str):
             return []
-        roles = [str(part.get("kv_role")) for part in _ours(self.value)]
+        roles = [str(part.get("kv_role")) for part in parts_of(self.value)]
         return [Drafting(self.place, role, self.speculation) for role in roles]
 
 
@@ -86,37 +99,6 @@ def check(written: Written, environment: Mapping[str, str]) -> list[Finding]:
             findings.append(Finding(place, "failures", Status.WARN, found, advice))
         findings += _extra(place, extra, environment)
     return findings
-
-
-def together(configs: Sequence[Written]) -> Iterator[Finding]:
-    """Findings about engines that serve together, each of which is right alone."""
-    ours = [
-        (written.place, part)
-        for written in configs
-        if isinstance(written.value, Mapping)
-        for part in _ours(written.value)
-    ]
-    roles = {str(part.get("kv_role")) for _, part in ours}
-    if len(ours) > 1 and len(roles) == 1 and roles <= {"kv_producer", "kv_consumer"}:
-        yield Finding(
-            ours[0][0],
-            "roles",
-            Status.FAIL,
-            f"all {len(ours)} engines are {roles.pop()}: no KV can move between them",
-            "give prefill engines kv_producer and decode engines kv_consumer",
-        )
-    codecs = {str(_extra_of(part).get("codec", "raw")) for _, part in ours}
-    if len(codecs) > 1:
-        yield Finding(
-            ours[0][0],
-            "codec",
-            Status.WARN,
-            f"the engines name different codecs ({', '.join(sorted(codecs))}): one that only one side permits is not used",
-            "set `codec` alike on both sides",
-        )
-    by_role = [(str(part.get("kv_role")), _extra_of(part)) for _, part in ours]
-    if by_role:
-        yield from pools_together(ours[0][0], by_role)
 
 
 def _extra(
@@ -255,39 +237,16 @@ def _parts(
         yield Finding(place, "failures", Status.WARN, found, advice)
 
 
-def _ours(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def parts_of(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The configs of PDConnector in a config: itself, or parts of a wrapper."""
     if value.get("kv_connector") == NAME:
         return [value]
-    parts = _extra_of(value).get("connectors")
+    parts = extra_of(value).get("connectors")
     parts = parts if isinstance(parts, list) else []
     return [p for p in parts if isinstance(p, Mapping) and p.get("kv_connector") == NAME]
 
 
-def _extra_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def extra_of(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Its `kv_connector_extra_config`; empty without one."""
     extra = value.get("kv_connector_extra_config")
     return extra if isinstance(extra, Mapping) else {}
-
-
-def reaches_others(text: str, configs: Sequence[Written]) -> Iterator[Finding]:
-    """Whether engines that a file starts in different pods or on different hosts can reach each other.
-
-    Args:
-        text: the whole file.
-    """
-    hosts = [
-        "host" in _extra_of(part)
-        for written in configs
-        if isinstance(written.value, Mapping)
-        for part in _ours(written.value)
-    ]
-    named = any(variable in text for variable in (HOST_VARIABLE, ENGINE_HOST_VARIABLE))
-    named |= "network_mode: host" in text  # a compose file of one machine
-    if hosts and not all(hosts) and not named:
-        yield Finding(
-            configs[0].place.partition(":")[0],
-            "host",
-            Status.WARN,
-            "no engine is told its own address: KV passes between processes of one machine only",
-            f"in each pod set {HOST_VARIABLE} to the pod's address (valueFrom: fieldRef: status.podIP), and the same "
-            f"{KEY_VARIABLE} from a Secret",
-        )

@@ -63,14 +63,14 @@ async def read(session: aiohttp.ClientSession, path: str, **params: str) -> dict
             text = await response.text()
             if response.status != 200:
                 raise StatusError(where, response.status, text)
-            found = json.loads(text)
+            value = json.loads(text)
     except TimeoutError:
         raise MembersError(f"{where} did not answer within {LIMIT_S:g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise MembersError(f"{where} cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise MembersError(f"{where} answered with no object")
-    return found
+    return value
 
 
 async def events(
@@ -85,13 +85,13 @@ async def events(
     limit = aiohttp.ClientTimeout(
         total=None, sock_connect=LIMIT_S, sock_read=WATCH_S + LIMIT_S, ceil_threshold=LIMIT_S
     )
-    asked = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": f"{WATCH_S:.0f}"}
+    watch = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": f"{WATCH_S:.0f}"}
     try:
         access = await _access()
         where = f"{access.base}{path}"
         async with session.get(
             where,
-            params={**params, **asked},
+            params={**params, **watch},
             headers=access.headers,
             ssl=access.trust,
             timeout=limit,
@@ -147,17 +147,17 @@ async def _kubeconfig() -> Access:
             f"this process does not run in a Kubernetes pod: set {API_VARIABLE}, such as http://127.0.0.1:8001, or "
             "pip install 'pd-connector[kubernetes]' to use the kubeconfig"
         ) from None
-    found = Configuration()
+    configuration = Configuration()
     try:
-        await load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=found)
-        token = await found.get_api_key_with_prefix("BearerToken")
-        trust = ssl.create_default_context(cafile=found.ssl_ca_cert)
-        if found.cert_file:
-            trust.load_cert_chain(found.cert_file, found.key_file)
+        await load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)
+        token = await configuration.get_api_key_with_prefix("BearerToken")
+        trust = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+        if configuration.cert_file:
+            trust.load_cert_chain(configuration.cert_file, configuration.key_file)
     except (ConfigException, OSError, ValueError) as error:
         raise MembersError(
             f"this process does not run in a Kubernetes pod, and its kubeconfig cannot be used: {error}"
         ) from None
-    if not found.verify_ssl:
+    if not configuration.verify_ssl:
         trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
-    return Access(found.host.rstrip("/"), {"Authorization": token} if token else {}, trust)
+    return Access(configuration.host.rstrip("/"), {"Authorization": token} if token else {}, trust)

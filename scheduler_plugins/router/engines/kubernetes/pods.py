@@ -71,12 +71,12 @@ class Pods:
         self._url = url
         self._name = parts_of(url)
         self._session = session
-        self._tell_urls = tell
+        self._on_urls = tell
         self._complain = complain
         self._selected = Selected(self._name.labels, (self._name.port or 0,))
         self._ready: dict[str, str] = {}  # the pod's name to its address
         self._version: str | None = None  # None: list again
-        self._told_forbidden = False
+        self._forbidden_logged = False
 
     async def follow(self) -> None:
         """Follow the pods until cancelled."""
@@ -146,8 +146,8 @@ class Pods:
         self._tell()
 
     async def _list_repeatedly(self) -> None:
-        if not self._told_forbidden:
-            self._told_forbidden = True
+        if not self._forbidden_logged:
+            self._forbidden_logged = True
             logger.warning(
                 "%s: the account is not allowed to watch pods, so they are listed every %g s: give it the verb `watch`",
                 self._url,
@@ -165,8 +165,8 @@ class Pods:
         """Apply events until the server ends the watch. Returns whether it permits one."""
         params = {"labelSelector": self._selected.labels, "resourceVersion": self._version or ""}
         try:
-            async with aclosing(events(self._session, self._path, **params)) as found:
-                async for event in found:
+            async with aclosing(events(self._session, self._path, **params)) as stream:
+                async for event in stream:
                     if event:
                         self._apply(str(event.get("type")), event["object"])
                     else:
@@ -192,10 +192,8 @@ class Pods:
 
     def _tell(self) -> None:
         addresses = sorted(set(self._ready.values()))
-        hosts = [f"[{one}]" if ":" in one else one for one in addresses]
-        self._tell_urls(
-            [f"http://{host}:{port}" for host in hosts for port in self._selected.ports]
-        )
+        hosts = [f"[{address}]" if ":" in address else address for address in addresses]
+        self._on_urls([f"http://{host}:{port}" for host in hosts for port in self._selected.ports])
 
 
 def _pause_s(failed: int) -> float:
@@ -209,15 +207,17 @@ def _selected(spec: Mapping[str, Any], labels: str) -> Selected:
     """The pods and ports that the spec of an InferencePool names, and that have these labels, too."""
     try:
         selector = spec["selector"].get("matchLabels", spec["selector"])
-        wanted = [*(f"{name}={value}" for name, value in sorted(selector.items())), labels]
-        ports = [one["number"] for one in spec.get("targetPorts", ())] or [spec["targetPortNumber"]]
-        return Selected(",".join(filter(None, wanted)), tuple(map(int, ports)))
+        selectors = [*(f"{name}={value}" for name, value in sorted(selector.items())), labels]
+        ports = [target["number"] for target in spec.get("targetPorts", ())] or [
+            spec["targetPortNumber"]
+        ]
+        return Selected(",".join(filter(None, selectors)), tuple(map(int, ports)))
     except (KeyError, TypeError, ValueError, AttributeError):
         raise MembersError("the InferencePool names no labels or no ports of pods") from None
 
 
-def _version(found: Mapping[str, Any]) -> str | None:
-    metadata = found.get("metadata")
+def _version(resource: Mapping[str, Any]) -> str | None:
+    metadata = resource.get("metadata")
     version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
     return str(version) if version else None
 
@@ -228,7 +228,10 @@ def _ready(pod: Any) -> tuple[str, str]:
         name = str(pod["metadata"]["name"])
         ends = "deletionTimestamp" in pod["metadata"]
         conditions = pod["status"].get("conditions", ())
-        ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+        ready = any(
+            condition["type"] == "Ready" and condition["status"] == "True"
+            for condition in conditions
+        )
         return name, str(pod["status"].get("podIP") or "") if ready and not ends else ""
     except (KeyError, TypeError, AttributeError):
         return "", ""

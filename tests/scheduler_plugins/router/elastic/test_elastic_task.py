@@ -52,7 +52,7 @@ def both_kinds(world: World) -> World:
 
 
 async def ready(world: World) -> Elastic:
-    await until(lambda: all(one.asked_for_address for one in world.engines), "all were asked")
+    await until(lambda: all(one.handover_known for one in world.engines), "all were asked")
     return Elastic(world.app[SHARED].pool, world.app[MOVER], dict)
 
 
@@ -278,7 +278,7 @@ def test_a_side_that_starts_more_slowly_is_waited_for_and_then_replaced() -> Non
         world = both_kinds(World(1, 2, roles="fixed"))
         world.p[0].healthy = False
         async with world:
-            await until(lambda: all(world.known(d).asked_for_address for d in world.d), "asked")
+            await until(lambda: all(world.known(d).handover_known for d in world.d), "asked")
             elastic = Elastic(world.app[SHARED].pool, world.app[MOVER], dict)
             elastic.tick(asyncio.get_running_loop().time())
             await asyncio.sleep(0.05)

@@ -94,7 +94,7 @@ def test_an_edit_of_an_engines_role_drains_and_switches_it() -> None:
             go_on.set()
             await settled(world, d0="prefill", d1="decode", p0="prefill")
             assert [(await one).status for one in asked] == [200] * 4
-            assert (moved.asked, engine.role_state.wanted) == (["prefill"], None)
+            assert (moved.asked, engine.role_state.switch_to) == (["prefill"], None)
             assert await world.metric("role_moves_total", cause="settings") == 1
             await until(lambda: world.pool.decisions[-1].outcome == "done", "the page shows it")
             (decision,) = world.pool.decisions
@@ -116,7 +116,7 @@ def test_a_switch_that_fails_is_undone_told_and_tried_again(
             world.edit(world.fakes[0], fake)
             await until(lambda: len(fake.asked) > 1, "it is tried again")
             await until(lambda: engine.role_state.moving is None, "undone")
-            assert (engine.role, engine.role_state.wanted) == (D, P)
+            assert (engine.role, engine.role_state.switch_to) == (D, P)
             assert engine in world.pool.up(D), "it goes on serving"
             assert described(engine)["wanted"] == "prefill"
             assert "stays decode: confirm: it says that it is on the side decode" in caplog.text
@@ -137,7 +137,7 @@ def test_an_edit_that_is_taken_back_ends_the_switch() -> None:
             await until(lambda: bool(fake.asked), "it is under way")
             world.edit(world.fakes[0])
             await until(lambda: engine.role_state.moving is None, "the move ends")
-            assert (engine.role, fake.mode, engine.role_state.wanted) == (D, "decode", None)
+            assert (engine.role, fake.mode, engine.role_state.switch_to) == (D, "decode", None)
 
     run(scenario())
 

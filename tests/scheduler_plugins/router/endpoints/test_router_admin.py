@@ -122,24 +122,24 @@ def test_a_token_that_was_made_is_in_a_file_that_only_its_user_can_read(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     config = RouterConfig(prefill=("p:1",), decode=("d:1",), admin_port=0)
     operator = AdminAuth("")
-    with operator.told(config, 8000):
+    with operator.published(config, 8000):
         path = token_file(8000)
         assert path.read_text() == operator.token
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert f"http://127.0.0.1:8000/#token={operator.token}" in caplog.text
-        with AdminAuth("").told(config, 8000):
+        with AdminAuth("").published(config, 8000):
             assert path.read_text() != operator.token, "each start has its own"
     assert not files(tmp_path)
 
     caplog.clear()
-    with AdminAuth("0123456789abcdef0123-administrator").told(config, 8000):
+    with AdminAuth("0123456789abcdef0123-administrator").published(config, 8000):
         assert not files(tmp_path), "a key of the operator's is written nowhere"
     assert not caplog.text
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    with operator.told(config, 8000):
+    with operator.published(config, 8000):
         assert f"{operator.token} (kept in no file" in caplog.text, (
             "a router starts without a home, too"
         )

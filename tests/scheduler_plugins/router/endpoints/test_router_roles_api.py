@@ -89,7 +89,7 @@ def test_a_change_that_cannot_be_is_refused_with_what_to_do() -> None:
     async def scenario() -> None:
         async with Elastic(decode=2) as world:
             world.d[1].engine_id = None
-            await until(lambda: all(one.asked_for_address for one in world.engines), "all asked")
+            await until(lambda: all(one.handover_known for one in world.engines), "all asked")
             (able, bare), role = world.d, "/role"
             engine = world.known(bare)
             engine.set_addresses(())

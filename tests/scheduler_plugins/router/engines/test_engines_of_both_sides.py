@@ -130,9 +130,9 @@ def test_an_engines_own_word_counts_no_request_of_ours_twice() -> None:
     load.prefill_sent("a", 1000, 1.0, now_s=0.0)
     load.prefill_sent("b", 1000, 1.0, now_s=0.0)
     load.decode_sent("c", 500, 10)
-    load.told_requests(waiting=1, running=2, now_s=1.0)
+    load.reported_requests(waiting=1, running=2, now_s=1.0)
     assert (load.batch, load.context, load.prefills) == (1, 500, 2)
-    load.told_requests(waiting=1, running=5, now_s=1.0)
+    load.reported_requests(waiting=1, running=5, now_s=1.0)
     assert load.batch == 4, "three are of other clients"
 
 

@@ -24,14 +24,14 @@ def moving(signs: Signs, pauses: list[float], first_s: float = 0.0) -> tuple[Pro
 def test_an_answer_is_late_after_a_few_of_its_own_pauses(pace_s: float) -> None:
     progress, last_s = moving(Signs(), [pace_s] * 8)
     patience_s = max(LEAST_S, PACES * pace_s)
-    assert progress.known
+    assert progress.has_pace
     assert not progress.is_late(0.99 * patience_s, last_s + 0.99 * patience_s)
     assert progress.is_late(1.01 * patience_s, last_s + 1.01 * patience_s)
 
 
 def test_an_answer_without_a_few_pauses_has_no_pace() -> None:
     progress, _ = moving(Signs(), [0.0] * (FEWEST - 1))
-    assert not progress.known
+    assert not progress.has_pace
 
 
 def test_one_long_pause_is_forgotten() -> None:

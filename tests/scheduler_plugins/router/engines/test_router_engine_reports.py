@@ -108,11 +108,11 @@ def test_a_load_that_no_engine_has_is_no_report(odd: dict[str, Any]) -> None:
 def test_the_work_of_others_counts_until_it_must_be_done() -> None:
     load = EngineLoad()
     load.prefill_sent("ours", 1000, 1.0, now_s=0.0)
-    load.told(4.0, 7, 900, now_s=1.0)
+    load.reported(4.0, 7, 900, now_s=1.0)
     assert load.queued_s(1.0) == 4.0
     assert load.queued_s(3.0) == 2.0
     assert (load.batch, load.context) == (7, 900)
-    load.told(0.0, 0, 0, now_s=5.0)
+    load.reported(0.0, 0, 0, now_s=5.0)
     assert load.queued_s(5.0) == 0.0
     assert load.batch == 0
 
@@ -121,19 +121,19 @@ def test_a_request_just_sent_is_not_taken_for_done_by_a_report_from_before() -> 
     """Otherwise every report would make the engine look idle, and all would be sent there."""
     load = EngineLoad()
     load.prefill_sent("new", 1000, 3.0, now_s=10.0)
-    load.told(0.0, 0, 0, now_s=10.0 + KNOWN_AFTER_S / 2)
+    load.reported(0.0, 0, 0, now_s=10.0 + KNOWN_AFTER_S / 2)
     assert load.queued_s(10.2) == pytest.approx(2.8)
 
 
 def test_requests_of_others_are_taken_to_be_like_ours() -> None:
     load = EngineLoad()
     load.prefill_sent("ours", 1000, 2.0, now_s=0.0)
-    load.told_requests(3, 4, now_s=0.0)
+    load.reported_requests(3, 4, now_s=0.0)
     assert load.queued_s(0.0) == 6.0
-    load.told_requests(3, 4, now_s=0.0)
+    load.reported_requests(3, 4, now_s=0.0)
     assert load.queued_s(0.0) == 6.0
     assert load.batch == 4
-    load.told_requests(1, 0, now_s=0.0)
+    load.reported_requests(1, 0, now_s=0.0)
     assert (load.queued_s(0.0), load.batch) == (2.0, 0)
 
 
@@ -144,7 +144,7 @@ def test_costs_are_learnt_from_prompts_that_were_computed_alone() -> None:
         one.learn(StepLoad.of([(0, tokens)]), truth.prefill_s(tokens))
     assert one.costs.known
     assert one.costs.prefill_s(5000) == pytest.approx(truth.prefill_s(5000), rel=0.1)
-    one.told_costs = True
+    one.costs_reported = True
     before = one.costs
     one.learn(StepLoad.of([(0, 100)]), 99.0)
     assert one.costs is before

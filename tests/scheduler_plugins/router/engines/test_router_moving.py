@@ -172,7 +172,7 @@ def test_an_engine_that_switched_while_the_settings_changed_goes_home() -> None:
             await to_prefill(mover, engine)
             await until(lambda: engine.role is Role.DECODE, "the edit holds")
             assert (fake.asked, fake.mode) == (["prefill", "decode"], "decode")
-            await until(lambda: engine.role_state.wanted is None, "it is where it should be")
+            await until(lambda: engine.role_state.switch_to is None, "it is where it should be")
             assert await made.metric("role_moves_total", cause="settings") == 1
 
     run(scenario())

@@ -67,7 +67,7 @@ def test_an_engine_that_takes_no_kv_is_sent_no_prompt() -> None:
         world = ours(2, 2)
         world.d[0].engine_id, world.d[0].consumes = "d0", False
         async with world:
-            await until(lambda: world.known(world.d[0]).asked_for_address, "it was asked")
+            await until(lambda: world.known(world.d[0]).handover_known, "it was asked")
             await until(lambda: len(world.d[1].bodies) == 2, "those of the other pairs")
             await asyncio.sleep(0.3)
             assert len(world.d[0].bodies) <= 1, "at most before its answer had come"

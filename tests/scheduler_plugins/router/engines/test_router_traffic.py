@@ -16,8 +16,8 @@ from scheduler_plugins.router.engines.traffic import (
     FromProducer,
     Traffic,
     between,
+    kv_lines,
     read,
-    wanted_in,
 )
 
 BEFORE = """
@@ -153,7 +153,7 @@ def test_numbers_that_no_engine_can_mean_do_not_break_the_page(
 
 def test_lines_of_others_are_left_out() -> None:
     others = '# HELP x\nvllm:request_seconds_bucket{le="1"} 1.0\n' * 9
-    kept = wanted_in((others + BEFORE + others).encode())
+    kept = kv_lines((others + BEFORE + others).encode())
     assert "seconds" not in kept
     assert read(kept, 1.0) == read(BEFORE, 1.0)
 

@@ -128,7 +128,7 @@ def test_what_says_nothing_of_the_engine_teaches_nothing(monkeypatch: pytest.Mon
     watch(FEWEST, decode_engine())  # with the first token that is one step too few
     watch(FEWEST + 5, decode_engine(), slow_client=True)
     told = decode_engine()
-    told.told_costs = True
+    told.costs_reported = True
     watch(FEWEST + 5, told)
     assert not lessons.learnt
     watch(FEWEST + 5, decode_engine())

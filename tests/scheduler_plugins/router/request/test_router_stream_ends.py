@@ -14,7 +14,7 @@ from router_fakes import DONE, World, run, says
 from scheduler_plugins.router.client.downstream import Downstream
 from scheduler_plugins.router.engines.exchange import Exchange
 from scheduler_plugins.router.engines.failures import EngineFailedError
-from scheduler_plugins.router.request.stream import EngineStream
+from scheduler_plugins.router.request.responder import EngineStream
 
 BODY = {"model": "m", "prompt": "hi", "stream": True, "max_tokens": 1}
 WORD = (

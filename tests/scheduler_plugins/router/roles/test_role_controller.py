@@ -20,8 +20,8 @@ from scheduler_plugins.router.roles.controller import (
     LONGEST_TURN_S,
     RoleController,
 )
-from scheduler_plugins.router.roles.fixed import Fixed
 from scheduler_plugins.router.roles.history import History
+from scheduler_plugins.router.roles.published import Fixed
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
 ANY = frozenset((P, D, B))

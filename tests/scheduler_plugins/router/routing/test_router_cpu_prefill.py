@@ -111,7 +111,7 @@ def test_what_others_would_be_late_with_is_computed_without_a_gpu_and_counted() 
         async with World(policy="length", cpu_prefill=(cpu.url,), **classed) as world:
             shared = world.app[SHARED]
             for engine in world.engines:
-                engine.costs, engine.told_costs = CostModel(a=1e-6), True
+                engine.costs, engine.costs_reported = CostModel(a=1e-6), True
             loop = asyncio.get_running_loop()
             assert await computed_by(world, cpu, SHORT) == "p0"
             world.known(world.p[0]).load.prefill_sent("other", 10**8, 100.0, loop.time())

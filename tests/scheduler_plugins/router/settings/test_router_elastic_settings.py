@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles.fixed import Fixed
+from scheduler_plugins.router.roles.published import Fixed
 from scheduler_plugins.router.roles.registry import ROLES
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.elastic import Moving, Place

@@ -222,7 +222,7 @@ def test_a_prompt_that_would_take_seconds_is_not_tokenized(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("scheduler_plugins.router.tokens.tokenize_body.MOST_CHARACTERS", 20)
+        monkeypatch.setattr("scheduler_plugins.router.tokens.prompt_tokens.MOST_CHARACTERS", 20)
         async with World(tokenizer=str(model)) as world:
             await followed(world)
             await knows(world, "tokenizer")

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this vLLM engine is, as its scheduler needs to know it."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd_connector.vllm.identity.inputs import adapter_settings, processor_settings
+from pd_connector.vllm.pages.windows import Windows
+from pd_connector.vllm.support import attends_ahead, gets_embeddings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class EngineFacts(NamedTuple):
+    """Facts that stay the same while the engine runs.
+
+    Attributes:
+        engine_id: told to proxies; consumers check it when they dial.
+        windows: page sizes and sliding windows of the engine's page tables.
+        ranks: the number of the engine's workers.
+        produces: whether requests may offer their KV.
+        consumes: whether requests may fetch their KV.
+        adapters: fingerprint of the settings for adapters (`identity.inputs.adapter_settings`).
+        processor: fingerprint of how images and other inputs are processed (`identity.inputs.processor_settings`).
+        embeddings_come: an encode engine sends the embeddings of images and other inputs.
+        attends_ahead: a token's KV depends on the whole prompt (prefix LM).
+    """
+
+    engine_id: str
+    windows: Windows
+    ranks: int
+    produces: bool
+    consumes: bool
+    adapters: str = ""
+    processor: str = ""
+    embeddings_come: bool = False
+    attends_ahead: bool = False
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "EngineFacts":
+        """The facts in vLLM's configuration of an engine that has a `kv_transfer_config`."""
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        assert transfer.engine_id is not None
+        groups = kv_cache_config.kv_cache_groups
+        return cls(
+            engine_id=transfer.engine_id,
+            windows=Windows.of(group.kv_cache_spec for group in groups),
+            ranks=vllm_config.parallel_config.world_size,
+            produces=transfer.is_kv_producer,
+            consumes=transfer.is_kv_consumer,
+            adapters=adapter_settings(vllm_config),
+            processor=processor_settings(vllm_config),
+            embeddings_come=gets_embeddings(vllm_config),
+            attends_ahead=attends_ahead(kv_cache_config),
+        )
