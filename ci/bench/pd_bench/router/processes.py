@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_bench.router.contenders import Ours
-from pd_bench.router.mocks import MockProcess, found
+from pd_bench.report import BenchError, Comparison
+from pd_bench.router.contenders import Engines, Ours
+from pd_bench.router.mocks import prefix_hits
 from pd_bench.router.rotations import Say, cluster
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play
-from pd_connector.tools.bench.report import BenchError, Comparison
-from pd_connector.tools.bench.sample import Sample
+from pd_bench.sample import Sample
 from pd_connector.tools.launch import RouterProcess, Service
 
 TTFT_BAR, CPU_BAR = 1.1, 1.3
@@ -55,14 +55,8 @@ class OtherCode(Ours):
 
     code: Path = Path()
 
-    def router(
-        self,
-        prefill: Sequence[MockProcess],
-        decode: Sequence[MockProcess],
-        profile: Path,
-        log: Path,
-    ) -> Service:
-        made = super().router(prefill, decode, profile, log)
+    def router(self, engines: Engines) -> Service:
+        made = super().router(engines)
         made.__class__ = _Elsewhere
         assert isinstance(made, _Elsewhere)
         made.code = self.code
@@ -128,7 +122,7 @@ def _run(contender: Ours, requests: Sequence[Sent], speed: float) -> _Found:
         time.sleep(IDLE_S)
         idle = (_cpu_s(running.routers) - begun) / (time.monotonic() - began)
         began, begun = time.monotonic(), _cpu_s(running.routers)
-        before, urls = found(running.prefill), [one.base_url for one in running.routers]
+        before, urls = prefix_hits(running.prefill), [one.base_url for one in running.routers]
         outcomes = asyncio.run(play(urls, requests, speed))
         cpu_s, passed_s = _cpu_s(running.routers) - begun, time.monotonic() - began
         memory = _memory_bytes(running.routers)
@@ -136,7 +130,7 @@ def _run(contender: Ours, requests: Sequence[Sent], speed: float) -> _Found:
         raise BenchError(f"{len(failed)} requests failed, the first: {failed[0].error}")
     return _Found(
         statistics.mean(one.ttft_s for one in outcomes),
-        found(running.prefill).since(before),
+        prefix_hits(running.prefill).since(before),
         cpu_s / len(outcomes),
         (cpu_s - idle * passed_s) / len(outcomes),
         idle,

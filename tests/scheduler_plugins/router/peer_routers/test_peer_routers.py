@@ -97,7 +97,7 @@ def test_an_engines_own_word_counts_for_all_senders_together() -> None:
     assert message is not None
     other.heard(message, 20.0)
     other.show(20.0)
-    theirs.load.told(0.0, 3, 350, 20.0)
+    theirs.load.reported(0.0, 3, 350, 20.0)
     assert theirs.load.correction.batch == 1, "one sequence is another client's"
     assert (theirs.batch, theirs.context) == (3, 350)
 
