@@ -13,12 +13,14 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from scheduler_plugins.router.client.admin_auth import AdminAuth
@@ -40,6 +42,7 @@ _GRACE_S = 5.0
 _LOOK_S = 0.05
 """Pause between two looks whether a worker listens, or is due."""
 _MOST_REASON_BYTES = 4096
+_FORKS = get_context("fork")
 
 
 def supervise(config: RouterConfig, settings: SettingsFile | None = None) -> None:
@@ -76,7 +79,7 @@ class _Worker:
     """One worker's place, and the process in it."""
 
     number: int
-    pid: int | None = None
+    process: ForkProcess | None = None
     """None: no process runs."""
     report: int = -1
     """Our end of the pipe for `worker.Pipes.report`."""
@@ -128,7 +131,7 @@ class Supervisor:
     def keep(self, ends: set[signal.Signals]) -> None:
         """Start workers that end again, until a signal ends the router."""
         while True:
-            due = [one.due_s for one in self.workers if one.pid is None]
+            due = [one.due_s for one in self.workers if one.process is None]
             wait_s = max(0.0, min(due) - time.monotonic()) if due else None
             if not all(one.listens for one in self.workers):
                 wait_s = _LOOK_S
@@ -140,12 +143,12 @@ class Supervisor:
         """Let all workers finish their requests and end. Kill those that take longer than they may."""
         until_s = time.monotonic() + self._config.shutdown_timeout_s + _GRACE_S
         for one in self.workers:
-            if one.pid is not None:
-                os.kill(one.pid, signal.SIGTERM)
+            if one.process is not None:
+                one.process.terminate()
         for one in self.workers:
-            while one.pid is not None and not self._has_ended(one):
+            while one.process is not None and not self._has_ended(one):
                 if time.monotonic() > until_s:
-                    os.kill(one.pid, signal.SIGKILL)
+                    one.process.kill()
                 _signal(set(), _LOOK_S)
         for end in (self._ours, self._theirs):
             os.close(end)
@@ -155,7 +158,8 @@ class Supervisor:
         one.begun_s, one.listens = time.monotonic(), False
         try:
             ours, theirs = os.pipe()
-            pid = os.fork()
+            process = _FORKS.Process(target=self._work, args=(one, ours, theirs))
+            process.start()
         except OSError as error:  # out of memory, processes or files; a later try may succeed
             logger.error("worker %d cannot be started: %s", one.number, error)
             for end in (ours, theirs):
@@ -163,35 +167,21 @@ class Supervisor:
                     os.close(end)
             self._plan(one)
             return
-        if not pid:
-            os.close(self._ours)
-            os.close(ours)
-            self._work(one, Pipes(self._theirs, theirs))
         os.close(theirs)
         os.set_blocking(ours, False)
-        one.pid, one.report = pid, ours
+        one.process, one.report = process, ours
 
-    def _work(self, one: _Worker, pipes: Pipes) -> None:
-        """Be the worker. Does not return."""
-        status = 1
-        try:
-            place = WorkerPlace(
-                self._router_id,
-                self._folder,
-                one.number,
-                len(self.workers),
-                self._counts,
-                one.ends > 0,
-            )
-            config = self._config
-            if not place.is_first:
-                config = replace(config, admin_port=None)
-            status = work(config, self._settings, place, pipes)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            logging.shutdown()
-            os._exit(status)
+    def _work(self, one: _Worker, ours: int, theirs: int) -> None:
+        """Be the worker. `ours`, `theirs`: the two ends of its pipe for reports."""
+        for end in (self._ours, ours):
+            os.close(end)
+        place = WorkerPlace(
+            self._router_id, self._folder, one.number, len(self.workers), self._counts, one.ends > 0
+        )
+        config = self._config
+        if not place.is_first:
+            config = replace(config, admin_port=None)
+        sys.exit(work(config, self._settings, place, Pipes(self._theirs, theirs)))
 
     def _read(self, one: _Worker) -> None:
         """Read whether the worker listens."""
@@ -201,34 +191,33 @@ class Supervisor:
             return
         if told == LISTENING:
             one.listens = True
-            logger.info("worker %d serves (process %s)", one.number, one.pid)
+            assert one.process is not None
+            logger.info("worker %d serves (process %s)", one.number, one.process.pid)
         else:
             one.reason = told.decode(errors="replace")
 
     def _look(self) -> None:
         """Note which workers listen, and start those that have ended and are due."""
         for one in self.workers:
-            if one.pid is not None and not one.listens:
+            if one.process is not None and not one.listens:
                 self._read(one)
-            if one.pid is not None and self._has_ended(one):
+            if one.process is not None and self._has_ended(one):
                 self._plan(one)
-            if one.pid is None and time.monotonic() >= one.due_s:
+            if one.process is None and time.monotonic() >= one.due_s:
                 self._start(one)
 
     def _has_ended(self, one: _Worker) -> bool:
-        assert one.pid is not None
-        pid, status = os.waitpid(one.pid, os.WNOHANG)
-        if not pid:
+        assert one.process is not None
+        if (status := one.process.exitcode) is None:
             return False
-        logger.warning(
-            "worker %d has ended (status %d)", one.number, os.waitstatus_to_exitcode(status)
-        )
+        logger.warning("worker %d has ended (status %d)", one.number, status)
         if not one.listens:
             self._read(one)
         os.close(one.report)
+        one.process.close()
         note_end(self._folder, one.number)
         clear_row(self._counts, one.number)
-        one.pid, one.report, one.listens, one.ends = None, -1, False, one.ends + 1
+        one.process, one.report, one.listens, one.ends = None, -1, False, one.ends + 1
         return True
 
     def _plan(self, one: _Worker) -> None:

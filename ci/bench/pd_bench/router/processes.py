@@ -125,12 +125,12 @@ def _run(contender: Ours, requests: Sequence[Sent], speed: float) -> _Found:
         before, urls = prefix_hits(running.prefill), [one.base_url for one in running.routers]
         outcomes = asyncio.run(play(urls, requests, speed))
         cpu_s, passed_s = _cpu_s(running.routers) - begun, time.monotonic() - began
-        memory = _memory_bytes(running.routers)
+        memory, hit = _memory_bytes(running.routers), prefix_hits(running.prefill).since(before)
     if failed := [one for one in outcomes if not one.served]:
         raise BenchError(f"{len(failed)} requests failed, the first: {failed[0].error}")
     return _Found(
         statistics.mean(one.ttft_s for one in outcomes),
-        prefix_hits(running.prefill).since(before),
+        hit,
         cpu_s / len(outcomes),
         (cpu_s - idle * passed_s) / len(outcomes),
         idle,
