@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pd-router`: the router, the simulator of a cluster, and an engine to try them with."""
+"""`pd-router`: the router, the simulator of a cluster, the planner, and an engine to try them with."""
 
 import sys
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from pd_connector.tools.command_line import SETTINGS, LateGroup, Version, run
 _MODULES = {
     "serve": "scheduler_plugins.router.__main__",
     "simulate": "scheduler_plugins.sim.command",
+    "plan": "scheduler_plugins.planner.command",
     "mock": "scheduler_plugins.sim.mock.command",
 }
 
@@ -24,6 +25,7 @@ class Commands(LateGroup):
     lines: ClassVar[dict[str, str]] = {
         "serve": "The router: one OpenAI API in front of prefill and decode engines.",
         "simulate": "Play a recorded trace through a simulated cluster.",
+        "plan": "Find which engines to start on which GPUs.",
         "mock": "An engine that speaks vLLM's HTTP, and takes its times from a cost model.",
     }
 
@@ -47,7 +49,7 @@ app = typer.Typer(
     cls=Commands,
     add_completion=False,
     context_settings=SETTINGS,
-    help="The router, the simulator of a cluster, and an engine to try them with. "
+    help="The router, the simulator of a cluster, a planner, and an engine to try them with. "
     "Options without a command are those of serve.",
 )
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from pd_bench.command_output import exit_codes
-from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import checked
 
 app = typer.Typer(add_completion=False)

@@ -51,11 +51,11 @@ class Tuning:
         return sum(on << place for place, on in enumerate(values))
 
     @classmethod
-    def of(cls, told: str) -> "Tuning":
-        """The settings with the changes that `told` names.
+    def of(cls, text: str) -> "Tuning":
+        """The settings with the changes that `text` names.
 
         Args:
-            told: fields with 0 or 1, separated by commas, as in the environment variable
+            text: fields with 0 or 1, separated by commas, as in the environment variable
                 PD_KERNELS_TUNING.
 
         Raises:
@@ -66,13 +66,13 @@ class Tuning:
             >>> Tuning.of("gluon=0,direct_launch=0").direct_launch
             False
         """
-        known = {field.name for field in fields(cls)}
+        names = {field.name for field in fields(cls)}
         changed = {}
-        for part in filter(None, (each.strip() for each in told.split(","))):
+        for part in filter(None, (each.strip() for each in text.split(","))):
             name, _, value = part.partition("=")
-            if name not in known or value not in ("0", "1"):
+            if name not in names or value not in ("0", "1"):
                 raise ValueError(
-                    f"{VARIABLE}: {part!r}: must be one of {', '.join(sorted(known))}, and =0 or =1"
+                    f"{VARIABLE}: {part!r}: must be one of {', '.join(sorted(names))}, and =0 or =1"
                 )
             changed[name] = value == "1"
         return cls(**changed)

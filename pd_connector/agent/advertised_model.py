@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peers are told of a model, for as long as that is true.
+"""The description of the model that an engine advertises to its peers, kept true while weights change.
 
-Samples of the weights are told at start, and all bytes when they were read. When weights change in place, nothing is
-told of them from the first moment on, so that no KV passes. What they are is told when they have changed: by files,
-where all of them were loaded from files; otherwise by the parameters in memory.
+At start the engine advertises samples of the weights, and a fingerprint of all bytes when they were read. While weights
+change in place it advertises no weights, so that no KV passes. Afterwards it advertises the new weights: by their files, if
+all were loaded from files; otherwise by the parameters in memory.
 """
 
 import logging
@@ -23,38 +23,41 @@ logger = logging.getLogger("pd_connector.agent.advertised_model")
 
 
 class WeightsReader:
-    """Starts its thread when made.
+    """Reads all bytes of the loaded weights in a thread, beside the engine's work. The thread starts when this is made.
+
+    Samples are read at once, and let KV pass. They do not show a change of a single row of a table. So all bytes are read
+    afterwards, at several GB/s, mostly from the page cache into which the engine has just read them.
 
     Args:
-        parts: the checkpoints that the model consists of, in the order of `kv.weights.read_weights`, which has
-            taken samples of them. They are closed when they were read.
+        parts: the checkpoints of the model, in the order of `kv.weights.read_weights`, which has taken samples of them.
+            They are closed when they were read.
         cache: see `full_fingerprint`.
-        tell: called with the fingerprint by the thread, unless it was stopped before.
+        report: the thread calls it with the fingerprint, unless it was stopped before.
     """
 
     def __init__(
-        self, parts: Sequence[CheckpointFiles], cache: Path | None, tell: Callable[[bytes], None]
+        self, parts: Sequence[CheckpointFiles], cache: Path | None, report: Callable[[bytes], None]
     ) -> None:
         self._parts = tuple(parts)
         self._cache = cache
-        self._tell = tell
+        self._report = report
         self._stopped = False
-        self._telling = threading.Lock()
+        self._reporting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="pd-weights", daemon=True)
         self._thread.start()
 
     @property
     def reads(self) -> bool:
-        """Whether it has yet to tell what it finds."""
+        """Whether the fingerprint is still to be reported."""
         return not self._stopped and self._thread.is_alive()
 
     def stop(self) -> None:
-        """These weights are not those that the engine serves any more: nothing is told after this."""
-        with self._telling:
+        """The engine does not serve these weights any more. After the return no fingerprint is reported."""
+        with self._reporting:
             self._stopped = True
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for its end; returns whether it has come."""
+        """Wait for the thread's end, at most `timeout_s` seconds. Returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -69,14 +72,14 @@ class WeightsReader:
             nbytes = sum(file.size for part in self._parts for file in part.files)
             for part in self._parts:
                 part.close()
-        with self._telling:
+        with self._reporting:
             if self._stopped or not full:
                 return
             took_s = time.monotonic() - began
             logger.info(
                 "all bytes of the weights are known: %.3g GB in %.3g s", nbytes / 1e9, took_s
             )
-            self._tell(full)
+            self._report(full)
 
     def _read(self) -> bytes:
         for part in self._parts:
@@ -95,15 +98,14 @@ class AdvertisedModel:
     """Used by one thread of the engine.
 
     Args:
-        facts: what peers are told when the agent starts.
-        files: what the weights in the facts were read from; None where they are not from files. They are closed
-            when all of them were read.
-        submit: hands a command to the agent.
+        facts: advertised when the agent starts.
+        files: the files of the weights in `facts`; None if they are not from files. They are closed when all were read.
+        submit: submits a command to the agent.
 
     Attributes:
-        withdrawn: nothing is told of the weights now.
-        changes: how often the weights have changed, or the cache was lost. KV that was computed before is none of the
-            present weights'.
+        withdrawn: no weights are advertised now.
+        changes: number of changes of the weights, and of losses of the cache. KV computed before the last one cannot be
+            used with the present weights.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class AdvertisedModel:
         self._submit = submit
         self._files: Sequence[CheckpointFiles] = ()
         self._reader: WeightsReader | None = None
-        self._full = b""  # fingerprint of all bytes, once they were read
+        self._full = b""  # fingerprint of all bytes; empty until they were read
         self.withdrawn = False
         self.changes = 0
         if files is not None and facts.weights:
@@ -124,21 +126,21 @@ class AdvertisedModel:
 
     @property
     def reads(self) -> bool:
-        """Whether all bytes of the weights are being read. Once they are not, what was read has been told."""
+        """Whether all bytes of the weights are being read. When that ends, the fingerprint was submitted."""
         return self._reader is not None and self._reader.reads
 
     def facts_now(self) -> ModelFacts:
-        """What an agent that starts now tells its peers."""
+        """The facts that an agent advertises if it starts now."""
         return self._unknown() if self.withdrawn else self.facts
 
     def tell_to(self, submit: Callable[[Command], None]) -> None:
-        """Another agent has taken the place of the one before. It knows `facts_now`."""
+        """Another agent has replaced the previous one. It has `facts_now`."""
         self._submit = submit
         if (full := self._full) and not self.withdrawn:
             submit(KnowWeights(full))
 
     def withdraw(self) -> None:
-        """The weights will not be those that peers were told of."""
+        """The weights will change: advertise none until the change is over."""
         if not self.withdrawn:
             logger.warning(
                 "weights change while this engine serves: no KV passes until the change is over"
@@ -147,23 +149,23 @@ class AdvertisedModel:
             self._submit(ChangeModel(self._unknown()))
 
     def other_weights(self) -> None:
-        """The weights are not those that peers were told of; what they are is told next."""
+        """The weights are not the advertised ones. The caller advertises the new ones next."""
         self.withdrawn = True
         self.changes += 1
         self.close()
         self._full = b""
 
     def pages_lost(self) -> None:
-        """The cache has lost its content: what was computed before is gone as it is when weights change. The weights that
-        peers were told of stand."""
+        """The cache has lost its content: earlier KV cannot be used, as after a change of the weights. The advertised weights
+        stay."""
         self.changes += 1
 
     def tell_files(self, files: Sequence[CheckpointFiles], *, loaded: bytes) -> bool:
-        """All weights were loaded from these files since they were withdrawn. Returns whether they are told. They
-        are not told if the files lack a tensor, because that tensor stayed as it was.
+        """Advertise these files: all weights were loaded from them since the last `withdraw`. Returns whether that is
+        possible. It is not if the files lack a tensor: that tensor has kept its old values.
 
         Args:
-            loaded: as in `ModelFacts`.
+            loaded: see `ModelFacts`.
         """
         if not self._files or any(part in self._files for part in files):
             return False
@@ -187,16 +189,16 @@ class AdvertisedModel:
         return True
 
     def tell_memory(self, *, loaded: bytes, loaded_full: bytes, version: str = "") -> None:
-        """The weights have changed: tell the parameters in memory, and what the operator calls them."""
+        """The weights have changed: advertise the parameters in memory, and the operator's version of them."""
         self._change(self._unknown(loaded=loaded, loaded_full=loaded_full, version=version))
 
     def close(self) -> None:
-        """Nothing more is told of the weights that were told last."""
+        """Stop the reading. Nothing more is advertised of the present weights."""
         if self._reader is not None:
             self._reader.stop()
 
     def _read(self, files: Sequence[CheckpointFiles]) -> None:
-        """These files are known by samples: read all of them, if they were not."""
+        """Read all bytes of these files, if only samples of them are known."""
         self._files = files
         if self.facts.weights_full:
             for part in files:
@@ -205,7 +207,7 @@ class AdvertisedModel:
             self._reader = WeightsReader(files, cache_file(), self._know)
 
     def _know(self, full: bytes) -> None:
-        """All bytes were read: called by the reader's thread, until it is stopped."""
+        """All bytes were read. The reader's thread calls it, until it is stopped."""
         self._full = full
         self._submit(KnowWeights(full))
 
@@ -216,7 +218,7 @@ class AdvertisedModel:
         loaded_full: bytes = b"",
         version: str = "",
     ) -> ModelFacts:
-        """The model, with nothing known of its weights but the given fingerprints."""
+        """The model's facts, with no weights but the given fingerprints."""
         return msgspec.structs.replace(
             self._at_start,
             weights=b"",

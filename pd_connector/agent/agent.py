@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent of a rank, as its engine sees it: commands go in, outcomes come out.
+"""The interface between an engine and a rank's agent: the engine submits commands and takes outcomes.
 
-The work is done by one thread, `pd-agent` (`agent_thread`), which runs a `Loop`.
+One thread does the work: `pd-agent` (`agent_thread`), which runs a `Loop`.
 """
 
 import atexit
@@ -50,18 +50,17 @@ from pd_connector.transport.choice import choose, this_machine, with_names
 
 
 class Closable(Protocol):
-    """What can be closed, more than once."""
+    """An object that can be closed more than once."""
 
     def close(self) -> None: ...
 
 
 _open: "weakref.WeakKeyDictionary[Closable, int]" = weakref.WeakKeyDictionary()
-"""What is to be closed, with the id of the process that made it. A process that is forked later does not
-have its thread."""
+"""Objects to close, with the id of the process that made them. A forked process does not have their threads."""
 
 
 def close_at_exit(made: Closable) -> None:
-    """Close this when the interpreter ends."""
+    """Close this object when the interpreter ends. A thread that is in a library then can crash the interpreter."""
     _open[made] = os.getpid()
 
 
@@ -73,8 +72,8 @@ def _close_all() -> None:
 
 
 class TakenBack:
-    """The gate is shut once for every command that takes pages back, and the agent's thread opens it
-    once for each: an engine may announce a command before it submits it. Used by the engine's thread.
+    """Shuts a request's gate for each command that takes its pages back; the agent's thread opens it again. An engine can
+    announce such a command before it submits it: the gate is shut once for both. Used by the engine's thread.
 
     Args:
         shut: shuts the gate of a request.
@@ -85,7 +84,7 @@ class TakenBack:
         self._announced: list[Command] = []
 
     def announced(self, command: Command) -> None:
-        """The engine is about to overwrite pages, and will submit this command."""
+        """The engine will submit this command, and overwrite the pages before."""
         if isinstance(command, Revoke | Withdraw | Drop):
             self._shut(command.request)
             self._announced.append(command)
@@ -102,23 +101,23 @@ class Agent:
     """Starts its thread when made. All methods are for the engine's thread.
 
     Args:
-        config: settings.
-        engine_id: the engine's name, told to peers.
-        facts: which model this is; compared by `kv.model.model_problem`.
-        cache: the rank's pages; only the agent's thread touches them, never a peer.
+        config: the operator's settings.
+        engine_id: the engine's name among its peers.
+        facts: the model; peers compare it by `kv.model.model_problem`.
+        cache: the rank's pages. Only the agent's thread touches them, never a peer.
         produces: serve consumers.
         consumes: fetch from producers.
-        shards: what the ranks of this engine hold, this one included; just this one by default.
-        tells: kinds of final token (`protocol.wire.last_words`) that come with final offers.
-        needs: kinds of final token that this engine cannot go on without. A load is not over before they have come.
-        late_revokes: the engine may overwrite pages before it says that it takes them back
-            (`take_back` or `submit`), but not before the step (`engine_steps`) that precedes.
-        audits: the engine can compute a prompt whose KV is then compared (`Load.compares`). KV of
-            a producer is loaded only once that has passed, since the producer started.
-        store: where chunks of KV outlive their request; None without a pool.
-        experts: the model sends tokens to experts, see `protocol.consuming.experts`.
-        engine: name and version of the engine, told in records of the pool.
-        wrap: what to make of each transport, for tests.
+        shards: of all ranks of this engine, this one included; by default only this one.
+        tells: what comes with final offers besides KV (`protocol.wire.final_token`).
+        needs: what this engine must get besides KV. A load does not end before it has come.
+        late_revokes: the engine can overwrite pages before it takes them back (`take_back` or `submit`), but not before
+            the preceding step has begun (`engine_steps`).
+        audits: the engine can compute prompts to compare their KV (`Load.compares`). KV of a producer is loaded only
+            after such an audit has passed.
+        store: keeps chunks of KV after their request; None without a pool.
+        experts: the model is a mixture of experts, see `protocol.consuming.experts`.
+        engine: name and version of the engine, for records of the pool.
+        wrap: wraps each transport, for tests.
 
     Raises:
         PDConnectorError: the host cannot be listened on, a transport cannot be set up, or a
@@ -209,23 +208,22 @@ class Agent:
         """TCP port that consumers dial for data; 0 if there is none."""
         if self.port and len(shards) < 2:
             self.introduce([Peer(Source(config.host, self.port, engine_id), cache.geometry.shard)])
-        told = (self._loop.choice.describe(), self._loop.buffers.slot_memory)
-        self.transports = "; ".join(filter(None, told))
-        """The transports that are offered, where slots lie, and why nothing faster, for the log."""
+        notes = (self._loop.choice.describe(), self._loop.buffers.slot_memory)
+        self.transports = "; ".join(filter(None, notes))
+        """For the log: the transports, the memory of slots, and why neither is faster."""
         self._thread.start()
         close_at_exit(self._thread)
 
     def submit(self, command: Command, fence: Any = None) -> None:
         """Hand a command to the agent's thread.
 
-        After `Revoke`, `Withdraw` and `Drop` have returned, this process neither reads nor writes the
-        request's pages any more. A peer that still reads leased pages finds other bytes, and its
-        load fails.
+        After `submit` of a `Revoke`, `Withdraw` or `Drop` has returned, this process does not touch the request's pages. A
+        peer that still reads leased pages finds other bytes, and its load fails.
 
         Args:
-            fence: an event on the cache's device (`torch.cuda.Event`). The work before it is done
-                before pages of an `Offer` or `Computed` are read, or pages of a `Load` are
-                written. By default what the calling thread has queued so far on its own stream.
+            fence: an event on the cache's device (`torch.cuda.Event`). Pages of an `Offer` or `Computed` are read, and
+                pages of a `Load` are written, only when the work before it is done. Default: the work that the calling
+                thread has queued so far on its own stream.
         """
         self._taken_back.submitted(command)
         if isinstance(command, Revoke) and self._steps.late_revokes:
@@ -241,41 +239,38 @@ class Agent:
             self._commands.put(command, fence)
 
     def introduce(self, ranks: Sequence[Peer]) -> None:
-        """Name all ranks of the engine, this one included. A peer that asks any of them is told. The only
-        rank of an engine need not be introduced."""
+        """Set the ranks of the engine, this one included. Peers can ask any rank for them. A single rank need not call
+        this."""
         self._ranks = tuple(ranks)
 
     def take_back(self, commands: Iterable[Command]) -> None:
-        """The engine is about to overwrite the pages that these commands take back; it submits the
-        commands later, with the others of its step. Once this has returned, the pages are no
-        longer read."""
+        """The engine will overwrite the pages that these commands take back, and submit the commands later. After the
+        return the pages are not read."""
         for command in commands:
             self._taken_back.announced(command)
 
     def engine_steps(self) -> None:
-        """The engine begins a step. If it makes none for too long, consumers do not wait for its
-        prefills any more."""
+        """The engine begins a step. If it makes none for too long, consumers stop to wait for its prefills."""
         self._steps.begin()
 
     def outcomes(self) -> list[Outcome]:
         """Ends of loads, leases and watched holds since the last call, each reported once.
 
-        If the agent's thread has died, what it owed ends with cause `internal`; if it hangs, with
-        cause `agent_hung`. A load into whose pages it is copying while it hangs is still owed:
-        those pages cannot be given to another request.
+        If the agent's thread has died, all pending outcomes fail with cause `internal`; if it hangs, with `agent_hung`. One
+        outcome stays pending: that of a load whose pages a hung thread is writing. No other request can have these pages.
         """
         self._thread.abandon_if_hung()
         return self._pending_outcomes.drain()
 
     @property
     def pool_model(self) -> bytes:
-        """The loaded model as the pool knows it; empty without a pool, or while that is not known. It is what was submitted
-        last: saves and loads that are submitted later are of this model."""
+        """The loaded model's key in the pool; empty without a pool, or while the model is not known. Saves and loads that
+        are submitted from now on are of this model."""
         return (model_root(self._facts) or b"") if self._loop.pool_side else b""
 
     @property
     def pool_draft(self) -> str:
-        """The draft model in names of this engine's parts in the pool; empty without one."""
+        """The draft model's mark in names of this engine's parts in the pool; empty without a draft model."""
         return draft_mark(self._facts.draft)
 
     def wait_for_outcome(self, timeout_s: float) -> bool:
@@ -289,26 +284,26 @@ class Agent:
         return not under_way or self._pending_outcomes.wait(timeout_s)
 
     def rest(self) -> None:
-        """The engine is about to give up the memory of its pages. Once this has returned they are not touched, and no
-        transport has a registration of them; what was under way has ended with cause `asleep`, and peers are told.
-        Until `wake`, what is submitted waits. Harmless to repeat.
+        """The engine will give up the memory of its pages. After the return they are not touched, and no transport has them
+        registered. Transfers that were under way have failed with cause `asleep`, also at the peers. Commands wait until
+        `wake`. It can be repeated.
 
         Raises:
-            PDConnectorError: the agent does not answer; it may use the pages.
+            PDConnectorError: the agent does not answer, and may still use the pages.
         """
         self._thread.rest()
 
     def wake(self) -> None:
-        """The pages have memory again, at the same addresses. Their content of before is gone. Harmless to repeat."""
+        """The pages have memory again, at the same addresses, without their old content. It can be repeated."""
         self._thread.wake()
 
     def close(self) -> None:
-        """Stop the thread and free sockets, memory and descriptors. Harmless to repeat."""
+        """Stop the thread and free sockets, memory and descriptors. It can be repeated."""
         self._thread.close()
 
     @property
     def _loop(self) -> Loop:
-        """The loop that runs now: another one after a restart."""
+        """The loop that runs now; a restart makes another one."""
         return self._thread.loop
 
     def _shut_gate(self, request: str) -> None:

@@ -25,57 +25,56 @@ logger = logging.getLogger("pd_connector.agent.agent_thread")
 _CLOSE_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
-"""An agent that died starts again after a pause. It doubles with every attempt that fails."""
+"""Pauses before a failed agent starts again: they double with each failed attempt."""
 
 
 GRACE_S = 1.0
 
 
 class TurnWatch:
-    """Written by the agent's thread, read by the engine's.
+    """When the agent's thread began its last turn, and whether it hangs. Written by the agent's thread, read by the
+    engine's.
 
-    A machine that was stopped, or moved to another host, goes on with a clock that has jumped: the agent's turn
-    looks overdue, although it had no chance to end. An overdue turn therefore has GRACE_S seconds more,
-    from the moment at which the engine's thread finds it so.
+    The clock jumps when a machine was stopped, or moved to another host. A turn then looks overdue although it had no time
+    to end. So an overdue turn gets GRACE_S more seconds, from the moment at which the engine's thread notices it.
 
     Args:
-        timeout_s: how long a turn may take.
+        timeout_s: longest duration of a turn.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._began = time.monotonic()
-        self._overdue = self._found_at = float(
-            "-inf"
-        )  # a turn, by its begin, and when that was found
+        # The begin of an overdue turn, and when it was noticed.
+        self._overdue = self._noticed = float("-inf")
 
     def begin(self, in_s: float = 0.0) -> float:
-        """A turn begins, in `in_s` seconds. Returns the time now, in seconds, monotonic."""
+        """A turn begins in `in_s` seconds. Returns the present time in seconds, monotonic."""
         now = time.monotonic()
         self._began = now + in_s
         return now
 
     def left_s(self) -> float:
-        """Seconds until the agent counts as hung; below 0: it does."""
+        """Seconds until the agent counts as hung; below 0 it is hung."""
         now, began = time.monotonic(), self._began
         left_s = began + self._timeout_s - now
         if left_s >= 0:
             return left_s
         if self._overdue != began:
-            self._overdue, self._found_at = began, now
-        return self._found_at + GRACE_S - now
+            self._overdue, self._noticed = began, now
+        return self._noticed + GRACE_S - now
 
 
 class AgentThread:
-    """Public methods are for the engine's thread. The first loop is made by it, later ones by this thread.
+    """Public methods are for the engine's thread. It makes the first loop; this thread makes later ones.
 
     Args:
-        make_loop: makes a loop, with a new epoch, on this control port; 0: any.
-        enter: called by the thread before everything else.
+        make_loop: makes a loop with a new epoch on this control port; 0: any port.
+        enter: the thread calls it first.
 
     Attributes:
         loop: the loop that runs, or ran last.
-        submitting: held while a command is submitted, so it belongs to the old loop or to the new one.
+        submitting: a lock. It is held while a command is submitted, so each command goes to exactly one loop.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class AgentThread:
         self._enter = enter
         self._closing = threading.Event()
         self._turn = TurnWatch(config.agent_timeout_s)
-        self._abandoned = False  # the agent hangs; the engine has given it up
+        self._abandoned = False  # the engine has given up the hung agent
         self.submitting = threading.Lock()
         self._rest_changed = threading.Condition()
         self._rests = False  # `rest` was called, and `wake` was not
@@ -111,12 +110,12 @@ class AgentThread:
         self._thread.start()
 
     def left_s(self) -> float:
-        """Seconds until the agent counts as hung; below 0: it does."""
+        """Seconds until the agent counts as hung; below 0 it is hung."""
         return self._turn.left_s()
 
     def rest(self) -> None:
-        """End the loop until `wake`. Once this has returned no page is touched, no transport knows one, and what was
-        owed has failed. Commands that are submitted later are for the next loop. Harmless to repeat.
+        """End the loop until `wake`. After the return no page is touched, no transport has one registered, and all pending
+        outcomes have failed. Later commands are for the next loop. It can be repeated.
 
         Raises:
             PDConnectorError: the thread did not answer. Its loop goes on.
@@ -133,21 +132,21 @@ class AgentThread:
                 )
 
     def wake(self) -> None:
-        """Have a loop again, with a new epoch, on the same port. Harmless to repeat."""
+        """Start a loop again, with a new epoch, on the same port. It can be repeated."""
         with self._rest_changed:
             self._rests = False
             self._turn.begin()
             self._rest_changed.notify_all()
 
     def abandon_if_hung(self) -> None:
-        """Give the agent up if it hangs. What is owed since the last call has failed then, too."""
+        """Give the agent up if it hangs. Outcomes that became pending since the last call fail, too."""
         if self._rested:
             return
         if self._abandoned or self._turn.left_s() < 0:
             self.abandon()
 
     def abandon(self) -> None:
-        """The agent hangs: from now on it touches no page, and what it owes has failed."""
+        """Give the hung agent up: from now on it touches no page, and its pending outcomes have failed."""
         if not self._abandoned:
             self._abandoned = True
             logger.error(
@@ -161,7 +160,7 @@ class AgentThread:
         self._pending_outcomes.fail_all(Cause.AGENT_HUNG, "the agent hangs", but=touched)
 
     def close(self) -> None:
-        """Stop the thread; its loop frees sockets, memory and descriptors. Harmless to repeat."""
+        """Stop the thread; its loop frees sockets, memory and descriptors. It can be repeated."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -184,7 +183,7 @@ class AgentThread:
                 self._restart()
 
     def _run_loop(self) -> bool:
-        """Run the loop until `close`, or until it fails or is to rest; returns whether `close` was called."""
+        """Run the loop until `close`, `rest` or a failure. Returns whether `close` was called."""
         try:
             while not self._closing.is_set():
                 if self._rests:
@@ -198,7 +197,7 @@ class AgentThread:
             logger.error("agent starts again: %s", str(error))  # its frames would keep memory
             return False
         except Exception:
-            # Nothing is expected to get here: errors end at their session or request.
+            # No error should get here: each ends at its session or request.
             logger.exception("agent failed: transfers of this engine end, requests are recomputed")
             self._telemetry.count("agent_failures")
             return False
@@ -207,7 +206,7 @@ class AgentThread:
         return True
 
     def _wakes(self) -> bool:
-        """Rest until `wake` or `close`. Returns whether there is a loop for what was submitted meanwhile."""
+        """Rest until `wake` or `close`. Returns whether a new loop was made, if one is needed."""
         self._begin_again(cause=Cause.ASLEEP, detail="the engine sleeps: its pages are gone")
         self._telemetry.gauge(**dict.fromkeys((*UNDER_WAY, "leased_pages"), 0.0))
         with self._rest_changed:
@@ -218,7 +217,7 @@ class AgentThread:
         return self._closing.is_set() or self._makes_loop()
 
     def _restart(self) -> None:
-        """Fail everything that is owed and make a new loop, with a new epoch, on the same port."""
+        """Fail all pending outcomes, and make a new loop with a new epoch on the same port."""
         pause_s = _FIRST_PAUSE_S
         while not self._closing.is_set():
             self._begin_again(pause_s)
@@ -229,7 +228,7 @@ class AgentThread:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _makes_loop(self) -> bool:
-        """Returns whether there is a loop again."""
+        """Make a loop; returns whether that was possible."""
         try:
             self.loop = self._make_loop(self._port)
         except Exception:
@@ -243,8 +242,7 @@ class AgentThread:
     def _begin_again(
         self, in_s: float = 0.0, cause: Cause = Cause.INTERNAL, detail: str = "agent died"
     ) -> None:
-        """Fail everything that is owed. What is submitted later is for the next loop, which starts in
-        `in_s` seconds."""
+        """Fail all pending outcomes. Later commands are for the next loop, which starts in `in_s` seconds."""
         with self.submitting:
             self._commands.clear()
             self._pending_outcomes.fail_all(cause, detail)

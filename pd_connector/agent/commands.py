@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine tells its agent: requests that come, go, and have KV to hand over."""
+"""The commands that an engine submits to its agent, and their queue."""
 
 import contextlib
 import os
@@ -16,14 +16,13 @@ from pd_connector.protocol.wire.peers import Peer
 
 
 class Expect(NamedTuple):
-    """A request that will offer this transfer has been queued in this engine."""
+    """This engine has queued a request that will offer this transfer."""
 
     transfer: str
 
 
 class Computed(NamedTuple):
-    """A prefill whose KV is on offer has come further: to `tokens` tokens, in the model's layers
-    below `stop_layer`, or in all of them."""
+    """A prefill on offer has computed `tokens` tokens, in the model's layers below `stop_layer`; None: in all layers."""
 
     transfer: str
     request: str
@@ -32,25 +31,25 @@ class Computed(NamedTuple):
 
 
 class Revoke(NamedTuple):
-    """The request was preempted: its pages are no longer its own."""
+    """The request was preempted: its pages belong to others now."""
 
     transfer: str
     request: str
-    # What was gathered in this step of the engine, or later, is in doubt; filled in by the agent.
+    # Chunks gathered in this step of the engine or later are in doubt; the agent fills it in.
     doubtful_since: float = float("inf")
 
 
 class Withdraw(NamedTuple):
-    """The request with this transfer has ended and leaves no pages to fetch, also where it has
-    offered some before. Nothing is reported for it afterwards."""
+    """The request with this transfer has ended and leaves no pages to fetch, although it may have offered some. No outcome
+    follows."""
 
     transfer: str
     request: str
 
 
 class Hold(NamedTuple):
-    """A request that will load this transfer waits in this engine. With `watch`, its engine wants
-    to hear (`Held`) when there is KV to load. With `keep`, it is computed here to be compared."""
+    """A request that will load this transfer waits in this engine. With `watch` the engine waits for `Held`, which says that
+    there is KV to load. With `keep` it is an audit: this engine computes the prompt, too."""
 
     request: str
     transfer: str
@@ -61,28 +60,28 @@ class Hold(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """A request no longer wants its transfer."""
+    """A request does not need its transfer any more."""
 
     request: str
     cause: Cause
 
 
 class Distrust(NamedTuple):
-    """An audit on some rank of this engine has found that KV of this producer is wrong."""
+    """An audit on a rank of this engine has found wrong KV of this producer."""
 
     engine_id: str  # of the producer
     why: str
-    adapter: str = ""  # that the KV was computed with, by name and content; empty for none
+    adapter: str = ""  # name and content of the adapter of this KV; empty for none
 
 
 class ChangeModel(NamedTuple):
-    """The engine serves other weights from now on: KV of before must not be used with KV of after."""
+    """The engine serves other weights from now on. Earlier KV must not be used any more."""
 
     facts: ModelFacts
 
 
 class KnowWeights(NamedTuple):
-    """All bytes of the weights that the engine serves have been read now: their fingerprint."""
+    """All bytes of the served weights were read. `full` is their fingerprint."""
 
     full: bytes
 
@@ -110,26 +109,26 @@ class CommandQueue:
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[tuple[Command, Any]] = queue.SimpleQueue()
         self.wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Descriptor that turns readable when there is a command, or after `wake`."""
+        """Descriptor that becomes readable when there is a command, or after `wake`."""
 
     def put(self, command: Command, fence: Any) -> None:
-        """Add a command. `fence` orders the engine's device work before the command's copies."""
+        """Add a command. Its copies come after the device's work before `fence`."""
         self._commands.put((command, fence))
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread that polls `wakes` look again."""
+        """Wake the thread that polls `wakes`."""
         os.eventfd_write(self.wakes, 1)
 
     def drain(self) -> Iterator[tuple[Command, Any]]:
-        """Commands that wait, each with its fence, in the order in which they were put."""
+        """Take the waiting commands, each with its fence, in their order."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakes)
         while not self._commands.empty():
             yield self._commands.get()
 
     def clear(self) -> None:
-        """Forget what waits."""
+        """Forget the waiting commands."""
         for _ in self.drain():
             pass
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unexpected error ends what it came with, and nothing else."""
+"""Confines an unexpected error to the session or transfer in which it occurs."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ logger = logging.getLogger("pd_connector.agent")
 
 @contextmanager
 def confined(telemetry: Telemetry, what: str, give_up: Callable[[], None]) -> Iterator[None]:
-    """Log and count an error of the block, and go on after it.
+    """Log and count an error of the block, and continue after the block.
 
     Args:
-        what: the error ends, for the log: `transfer t`.
-        give_up: ends it. What this raises is not caught.
+        what: the object that fails, for the log: `transfer t`.
+        give_up: ends this object. Its own errors are not caught.
 
     Raises:
-        AbandonedError: the engine has given this agent up; nothing must be done any more.
+        AbandonedError: the engine has given this agent up, which must do nothing any more.
     """
     try:
         yield

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of the engine: counted by the engine's thread, read by the agent's."""
+"""The engine's steps: counted by the engine's thread, read by the agent's."""
 
 import time
 
 
 class EngineSteps:
-    """How many steps the engine has begun, and when it began the last.
+    """The number of steps that the engine has begun, and the time of the last.
 
     Args:
-        late_revokes: the engine may overwrite pages while it prepares a step, and revoke them only
-            when the step begins. What was gathered in the step before is in doubt then.
+        late_revokes: the engine can overwrite pages while it prepares a step, and revoke them only when the step begins.
+            Chunks gathered in the step before are in doubt then.
     """
 
     def __init__(self, *, late_revokes: bool = False) -> None:
         self.late_revokes = late_revokes
         self.count = 0
-        self.told = 0
-        """Written by the agent's thread: what the steps before this one took back is known to it."""
+        self.handled = 0
+        """Written by the agent's thread: it has handled the commands of all steps before this one."""
         self._began = time.monotonic()
 
     def begin(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two ranks must agree on before KV passes: schema, engine, model, routes and a transport."""
+"""The handshake of two ranks: they agree on schema, engine, model, routes and transport before KV passes."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -23,26 +23,26 @@ from pd_connector.transport.base import Transport
 
 
 class RankIdentity(NamedTuple):
-    """A rank, as its peers see it. Each start of an agent has another `epoch`."""
+    """A rank as its peers see it. Each start of an agent has a new `epoch`."""
 
     engine_id: str
     epoch: int
     facts: ModelFacts
-    tells: tuple[str, ...] = ()  # kinds of `final_token` that come with its KV
-    needs: tuple[str, ...] = ()  # kinds that it cannot go on without
+    tells: tuple[str, ...] = ()  # what it sends besides KV (`final_token`)
+    needs: tuple[str, ...] = ()  # what it must get besides KV
 
     @property
     def weights_full(self) -> bytes:
-        """Fingerprint of all bytes of the weights; empty where it is not known yet."""
+        """Fingerprint of all bytes of the weights; empty until they were read."""
         return self.facts.weights_full
 
     def knowing(self, full: bytes) -> "RankIdentity":
-        """The same, since all bytes of its weights were read."""
+        """The same rank, after all bytes of its weights were read."""
         return self._replace(facts=msgspec.structs.replace(self.facts, weights_full=full))
 
 
 class RefusedError(PDConnectorError):
-    """The two ranks cannot work together; `cause` is what is counted."""
+    """The two ranks cannot work together. Metrics count `cause`."""
 
     def __init__(self, cause: Cause, detail: str) -> None:
         super().__init__(detail)
@@ -55,19 +55,21 @@ def hello(
     codecs: Sequence[str],
     transports: Sequence[Transport],
 ) -> messages.Hello:
-    """A consumer's first message, to the engine that answers: each transfer says which engine it
-    wants, and `Welcome` says which one it is."""
+    """A consumer's first message, to any engine: each transfer names the engine that it needs, and `Welcome` says which
+    engine has answered."""
+    plain = geometry.needs_schema == 1
     return messages.Hello(
         newest=messages.SCHEMA,
-        oldest=messages.OLDEST_SCHEMA,
+        oldest=messages.oldest_schema(geometry),
         engine_id=identity.engine_id,
         expected_engine_id="",
         facts=identity.facts,
-        geometry=geometry,
+        geometry=geometry if plain else messages.UNTOLD,
         codecs=list(codecs),
         transports={transport.name: transport.address() for transport in transports},
         readable=[transport.name for transport in transports if transport.readable],
         needs=list(identity.needs),
+        extended=msgspec.UNSET if plain else geometry,
     )
 
 
@@ -77,18 +79,19 @@ def check_hello(
     """On the producer, check a `Hello`.
 
     Returns:
-        The schema to speak, and the routes to that consumer.
+        The schema to use, and the routes to that consumer.
 
     Raises:
-        RefusedError: they do not fit together.
+        RefusedError: the two ranks do not fit together.
     """
-    schema = messages.common_schema(message.newest, message.oldest)
+    oldest = messages.oldest_schema(geometry)
+    schema = messages.common_schema(message.newest, message.oldest, oldest)
     if schema is None:
         spoken = f"{message.oldest}-{message.newest}"
-        older = "consumer" if message.newest < messages.OLDEST_SCHEMA else "producer"
+        older = "consumer" if message.newest < oldest else "producer"
         raise RefusedError(
             Cause.VERSION,
-            f"wire schema: producer speaks {_our_schemas()}, consumer {spoken}: upgrade pd-connector on the {older}",
+            f"wire schema: producer speaks {_schemas(geometry)}, consumer {spoken}: upgrade pd-connector on the {older}",
         )
     if message.expected_engine_id not in ("", identity.engine_id):
         raise RefusedError(
@@ -97,14 +100,14 @@ def check_hello(
             "(restarted since?)",
         )
     mine, theirs = identity.facts, message.facts
-    _check_model(mine, theirs, message.geometry)
+    _check_model(mine, theirs, message.cache)
     if missing := unsent(message.needs, identity.tells):
         raise RefusedError(
             Cause.WORDS,
             f"engine {identity.engine_id} does not send {missing} with its KV, and engine "
             f"{message.engine_id} cannot go on without it",
         )
-    source, destination = _shared(geometry, mine, theirs), _shared(message.geometry, mine, theirs)
+    source, destination = _shared(geometry, mine, theirs), _shared(message.cache, mine, theirs)
     return schema, _routes(source, destination, codecs, message.codecs, schema)
 
 
@@ -114,12 +117,12 @@ def check_welcome(
     """On the consumer, check a `Welcome`; returns the routes from that producer.
 
     Raises:
-        RefusedError: they do not fit together.
+        RefusedError: the two ranks do not fit together.
     """
-    if not messages.OLDEST_SCHEMA <= message.schema <= messages.SCHEMA:
+    if not messages.oldest_schema(geometry) <= message.schema <= messages.SCHEMA:
         raise RefusedError(
             Cause.VERSION,
-            f"wire schema: producer chose {message.schema}, consumer speaks {_our_schemas()}",
+            f"wire schema: producer chose {message.schema}, consumer speaks {_schemas(geometry)}",
         )
     if message.slot_bytes < (least := RULES[message.schema].min_chunk_bytes):
         detail = f"the producer's slots have {message.slot_bytes} bytes, must have {least} at least"
@@ -131,10 +134,10 @@ def check_welcome(
 
 
 def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[Transport, Hashable]:
-    """On the producer, connect by the first of its transports that reaches the consumer.
+    """On the producer, connect by its first transport that reaches the consumer.
 
     Returns:
-        That transport, and its link to the consumer.
+        The transport, and its link to the consumer.
 
     Raises:
         RefusedError: no transport reaches it.
@@ -153,12 +156,13 @@ def connect(message: messages.Hello, transports: Sequence[Transport]) -> tuple[T
     raise RefusedError(Cause.NO_TRANSPORT, f"consumer offers {offered}; here {'; '.join(problems)}")
 
 
-def _our_schemas() -> str:
-    return f"{messages.OLDEST_SCHEMA}-{messages.SCHEMA}"
+def _schemas(geometry: Geometry) -> str:
+    """The schemas that this rank speaks."""
+    return f"{messages.oldest_schema(geometry)}-{messages.SCHEMA}"
 
 
 def _check_model(producer: ModelFacts, consumer: ModelFacts, destination: Geometry) -> None:
-    """Raises RefusedError unless both serve the same model, and all layers of `destination` get their KV."""
+    """Raises RefusedError unless both serve the same model, with the same draft model if `destination` has draft layers."""
     if problem := model_problem(producer, consumer):
         raise RefusedError(Cause.MODEL, problem)
     if has_drafts(destination) and (problem := draft_problem(producer, consumer)):
@@ -166,7 +170,7 @@ def _check_model(producer: ModelFacts, consumer: ModelFacts, destination: Geomet
 
 
 def _shared(geometry: Geometry, ours: ModelFacts, theirs: ModelFacts) -> Geometry:
-    """What passes of a cache: not the draft model's layers, unless both have the same draft."""
+    """The part of a cache that passes: without the draft model's layers, unless both have the same draft model."""
     return geometry if drafts_alike(ours, theirs) else without_drafts(geometry)
 
 
@@ -177,7 +181,7 @@ def _routes(
     accepted: Sequence[str],
     schema: int,
 ) -> tuple[Route, ...]:
-    """The routes of a session in which this schema is spoken: they carry the rules of its plans."""
+    """The routes of a session with this schema, whose rules they carry."""
     if missing := lacking(source, destination):
         raise RefusedError(
             Cause.GEOMETRY,

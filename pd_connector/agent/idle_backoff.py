@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a worker pauses in engine steps that compute nothing.
+"""Pauses of a worker in engine steps that compute nothing.
 
-Engines step without pause while KV is under way, also when there is nothing to compute. Each empty
-step costs a few milliseconds of a processor and of Python's lock. The agent needs both to move
-that KV.
+Engines step without pause while KV is under way, also if there is nothing to compute. Each empty step takes a few
+milliseconds of a processor and of Python's lock. The agent needs both to move that KV.
 """
 
 from collections.abc import Callable
 
 FIRST_S = 0.005
 LONGEST_S = 0.02
-"""Pauses double from FIRST_S to LONGEST_S. A new request waits until the current pause has ended;
-because pauses double, that wait is never longer than the idle time before it."""
+"""Seconds. Pauses double from FIRST_S to LONGEST_S. A new request waits for the end of the current pause: never longer than
+the idle time before it."""
 
 
 class IdleBackoff:
@@ -20,22 +19,21 @@ class IdleBackoff:
     def __init__(self, *, alone: bool) -> None:
         """
         Args:
-            alone: the engine has one rank. With several ranks each step ends with the slowest one,
-                so a long pause of one rank delays what another has to report: pauses stay at
-                FIRST_S then.
+            alone: the engine has one rank. With several ranks each step ends with the slowest one, so the pause of one
+                rank delays the reports of others. Pauses stay at FIRST_S then.
         """
         self._longest_s = LONGEST_S if alone else FIRST_S
         self._next_s = FIRST_S
 
     def reset(self) -> None:
-        """There is work: the next pause is a short one."""
+        """There is work: the next pause is short."""
         self._next_s = FIRST_S
 
     def pause(self, wait: Callable[[float], bool]) -> None:
         """Pause once.
 
         Args:
-            wait: waits for an outcome, for the given number of seconds at most; returns whether it ended early.
+            wait: waits for an outcome, at most the given number of seconds. Returns whether it ended early.
         """
         if wait(self._next_s):
             self.reset()

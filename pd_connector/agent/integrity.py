@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the agent's books while it runs, for tests and for the hunt for a leak."""
+"""Checks of the agent's slots and counts while it runs, for tests and to find leaks."""
 
 import os
 from collections.abc import Mapping
 from typing import Protocol
 
 CHECK_VARIABLE = "PD_CONNECTOR_CHECK"
-"""With `1` the agent checks its books after every turn of its loop, and fails on a mismatch."""
+"""With `1` the agent checks its slots and counts after every turn of its loop, and fails if they disagree."""
 
 
 class HasIntegrity(Protocol):
-    """A part of the agent whose books can be checked."""
+    """A part of the agent with a check."""
 
     def check_integrity(self) -> None:
         """Raise if a slot is not in exactly one place, or counts disagree."""

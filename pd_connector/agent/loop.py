@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent's thread does: turns messages, completions and deadlines into steps of the state
-machines. The loop owns transports, slots, sockets and sessions."""
+"""The loop of the agent's thread. It takes commands, messages, completions and deadlines to the state machines. It owns the
+transports, slots, sockets and sessions."""
 
 import math
 import time
@@ -58,31 +58,32 @@ from pd_connector.transport.registry import make_transports, slot_use
 _MOST_SOCKETS = 4 * MOST_SESSIONS + 1024
 """libzmq's own limit is 1023. A session takes three sockets; transports take others."""
 _DATA_TURNS_S = 0.005
-"""While parts of chunks pass, the loop looks at transports only, for this long. A look at everything
-costs as much as a copy of some MiB."""
+"""Seconds in which the loop handles transports alone while parts of chunks arrive. A full step costs as much as a copy of
+some MiB."""
 
 
 _BUSY_TRANSPORT_POLL_MS = 1
-"""For transports that do not tell when they have made progress (`Transport.restless`)."""
+"""Poll interval for transports that do not signal progress (`Transport.restless`)."""
 _UNHURRIED_POLL_MS = 5
-"""Answers to heartbeats of many sessions come one by one. Taken together they cost a fraction."""
+"""Longest wait for further answers to heartbeats. Many sessions' answers cost less if they are taken together."""
 _COMPILING_POLL_MS = 20
-"""Nothing tells when a background compilation has ended."""
+"""Poll interval while kernels compile: a background compilation does not signal its end."""
 _DOUBT_S = 0.25
-"""Nor when a peer's machine does not acknowledge what it was sent. Looked at while transfers are under way."""
+"""Poll interval while transfers are under way: a peer's machine that stops to acknowledge does not signal that."""
 _DEVICE_POLL_MS = 1
-"""Nor when a device has done a step."""
+"""Poll interval for a device that computes a step."""
 
 
 class LoopWaits:
-    """Used by the agent's thread only.
+    """Waits until the loop has work: for sockets, transports, the engine's device and deadlines. Used by the agent's thread
+    only.
 
     Attributes:
-        only_data: whether the last wait ended because transports alone have something to tell.
+        only_data: the last wait ended because of transports alone.
 
     Args:
-        always: what is polled besides transports and sessions: sockets and descriptors.
-        longest_s: longest time without a look at everything, in seconds.
+        always: sockets and descriptors to poll besides transports and sessions.
+        longest_s: longest wait, in seconds.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class LoopWaits:
         self._polled: list[Any] = []
 
     def wait(self, stepped: float) -> None:
-        """Wait until there may be something to do.
+        """Wait until there may be work.
 
         Args:
-            stepped: when everything was looked at last, in seconds, monotonic.
+            stepped: the begin of the last full step, in seconds, monotonic.
         """
         consumer = self._consumer
         sessions = consumer.pollables if consumer else []
@@ -128,8 +129,8 @@ class LoopWaits:
         self.only_data = bool(timeout_ms and ready) and all(what in data for what in ready)
 
     def _poll(self, timeout_ms: int) -> list[Any]:
-        """What has something to tell, within `timeout_ms`. Returns also when the engine's device has computed
-        what is to be sent or saved; a look at that alone costs next to nothing."""
+        """The pollables that are ready, at the latest after `timeout_ms`. Also returns when the engine's device has computed
+        pages to be sent or saved; that check is cheap."""
         ends = time.monotonic() + timeout_ms / 1000
         sides = [side for side in (self._producer, self._pool) if side]
         while timeout_ms > _DEVICE_POLL_MS and any(side.waits_for_device for side in sides):
@@ -140,7 +141,7 @@ class LoopWaits:
         return [what for what, _ in self._poller.poll(timeout_ms)]
 
     def _longest_ms(self, stepped: float) -> int:
-        """How long nothing is to be done, if nothing comes."""
+        """The time until the next deadline."""
         wait_s = self._longest_s
         if any(side.busy for side in (self._producer, self._consumer) if side):
             wait_s = min(wait_s, _DOUBT_S)
@@ -152,11 +153,11 @@ class LoopWaits:
 
     def _pollables(self) -> list[Any]:
         """All pollables except the consumer's sessions."""
-        found = list(self._always)
+        pollables = list(self._always)
         for owner in (self._producer, *self._transports):
             if owner:
-                found += owner.pollables
-        return found
+                pollables += owner.pollables
+        return pollables
 
 
 def _poller(pollables: Sequence[Any]) -> zmq.Poller:
@@ -170,20 +171,20 @@ class Loop:
     """Made by the engine's thread, then used by the agent's thread only.
 
     Args:
-        commands: what the engine asks for.
-        gate: shut by the engine's thread for requests whose pages must not be touched.
-        report: told of every outcome.
-        steps: of the engine.
-        ranks: all ranks of this engine, as far as it has introduced them.
+        commands: the engine's commands.
+        gate: the engine's thread shuts it for requests whose pages must not be touched.
+        report: takes every outcome.
+        steps: the engine's steps.
+        ranks: returns all ranks of this engine that it has introduced.
         produces: serve consumers.
         consumes: fetch from producers.
-        shards: what the ranks of this engine hold, this one included.
-        audits: what is known of producers; None where none has to be audited.
-        port: control port to listen on; 0: the config says.
-        wrap: what to make of each transport, for tests.
-        store: where chunks of KV outlive their request; None without a pool.
-        trust: which writers of chunks are believed.
-        engine: name and version of the engine, told in records of the pool.
+        shards: of all ranks of this engine, this one included.
+        audits: results of audits; None if producers need not pass one.
+        port: control port to listen on; 0: that of the config.
+        wrap: wraps each transport, for tests.
+        store: keeps chunks of KV after their request; None without a pool.
+        trust: the writers of pool chunks whose chunks are used.
+        engine: name and version of the engine, for records of the pool.
 
     Raises:
         PDConnectorError: the host cannot be listened on, or a transport cannot be set up.
@@ -220,7 +221,7 @@ class Loop:
         self._telemetry = telemetry
         self._steps = steps
         self._checks = checks_wanted()
-        self._stepped = 0.0  # when the last step began that looked at everything
+        self._stepped = 0.0  # the begin of the last full step
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.max_sockets = _MOST_SOCKETS
         self._gatekeeper: Gatekeeper | None = None
@@ -242,7 +243,9 @@ class Loop:
             codecs = pool_codecs(config, consumes=consumes)
             self._begin_to_compile(codecs.readable)
             made = self._make_transports(keys, choice)
-            self.data_port = max((one.port for one in made), default=0) if produces else 0
+            self.data_port = (
+                max((transport.port for transport in made), default=0) if produces else 0
+            )
             self._transports = [wrap(transport) for transport in made]
             resources = RankResources(
                 config=config,
@@ -267,8 +270,9 @@ class Loop:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
             if store and trust:
                 writer = Writer(engine, identity.engine_id, codecs.passed)
-                told = writer, codecs, len(shards) or 1
-                self.pool_side = PoolSide(resources, store, trust, *told, gate, report)
+                self.pool_side = PoolSide(
+                    resources, store, trust, writer, codecs, len(shards) or 1, gate, report
+                )
         except BaseException:
             self.close()
             raise
@@ -285,8 +289,7 @@ class Loop:
         self._update_gauges()
 
     def _make_transports(self, keys: CurveKeys | None, choice: Choice) -> list[Transport]:
-        """The transports of the config. Without `nixl` where that was our own choice, and it cannot
-        be set up."""
+        """The transports of the config. `nixl` is left out if it was chosen automatically and cannot be set up."""
         self.choice = choice
         try:
             return make_transports(self._parts(self._config, keys))
@@ -314,29 +317,29 @@ class Loop:
 
     @property
     def parts_with_integrity(self) -> list[HasIntegrity]:
-        """Everything that keeps books of slots and transfers."""
+        """The parts that count slots and transfers."""
         sides = [side for side in (self.producer_side, self.consumer_side) if side]
         return [part for side in sides for part in side.parts_with_integrity]
 
     def wait(self) -> None:
-        """Wait until there may be something to do."""
+        """Wait until there may be work."""
         self._waits.wait(self._stepped)
 
     def step(self, now: float) -> None:
-        """Handle everything that waits; `now` is in seconds, monotonic."""
+        """One turn: handle all that has arrived or is due. `now` is in seconds, monotonic."""
         moved: list[tuple[Transport, list[Written], list[Landed]]] = []
         if self._waits.only_data and now < self._stepped + _DATA_TURNS_S:
             moved = [(transport, *transport.poll()) for transport in self._transports]
             if not any(written or landed for _, written, landed in moved):
-                return  # a part of a chunk: there is nothing else to look at
+                return  # only a part of a chunk has arrived
         self._stepped = now
         producer_side, consumer_side = self.producer_side, self.consumer_side
         if self._gatekeeper:
             self._gatekeeper.answer()
         messages = producer_side.receive() if producer_side else []
-        # This is noted before commands are taken, because commands of later steps may be missed.
-        self._steps.told = self._steps.count
-        # Commands before these messages: an offer is known when what was sent after it is handled.
+        # Set before commands are taken: commands of later steps may come after the `drain`.
+        self._steps.handled = self._steps.count
+        # Commands before messages: an offer is known when messages that were sent after it are handled.
         for command, fence in self._commands.drain():
             self._execute(command, fence, now)
         if producer_side:
@@ -363,8 +366,8 @@ class Loop:
                 part.check_integrity()
 
     def close(self) -> None:
-        """Free sockets, memory and descriptors. A consumer that hears of the end asks its transport whether we still
-        write into its slots. Transports therefore close before the control port."""
+        """Free sockets, memory and descriptors. When the control port closes, consumers ask their transports whether this
+        rank still writes into their slots. So transports close first."""
         before = (self.consumer_side, self.pool_side)
         for owner in (*before, *self._transports, self.producer_side, self._gatekeeper):
             if owner:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the agent's thread from touching pages that the engine has taken back."""
+"""Keeps the agent's thread away from pages that the engine has taken back."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ class RevokedError(PDConnectorError):
 
 
 class AbandonedError(PDConnectorError):
-    """The engine has given the agent up, because it did not answer: it may touch no page."""
+    """The engine has given the agent up, because it did not answer. The agent must not touch any page."""
 
 
 class PageGate:
     """One gate per request. The agent's thread touches a request's pages only while `touching` it.
 
-    The engine's thread calls `shut` before it reuses the pages; that waits for a copy that is
-    under way, but not longer than it is told. A copy that took longer is not used (`confirm`).
+    The engine's thread calls `shut` before it reuses the pages. `shut` waits for a copy that is under way, up to a timeout. A
+    copy that takes longer is not used (`confirm`).
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,10 @@ class PageGate:
         self._abandoned = False
 
     def shut(self, request: str, timeout_s: float = float("inf")) -> bool:
-        """Once this has returned, no copy of the request's pages begins, and none that is under
-        way is used.
+        """Shut the gate. After the return no copy of the request's pages begins, and no copy that is under way is used.
 
         Returns:
-            False if a copy was still under way after `timeout_s` seconds.
+            Whether no copy was under way any more after at most `timeout_s` seconds.
         """
         timeout = min(timeout_s, threading.TIMEOUT_MAX)
         with self._changed:
@@ -46,8 +45,7 @@ class PageGate:
             return False
 
     def open(self, request: str) -> None:
-        """Undo one `shut`, unless `reset` has: what is offered from now on is the request's own
-        again."""
+        """Undo one `shut`, unless `reset` has undone it. Pages offered from now on belong to the request again."""
         with self._changed:
             left = self._shut.pop(request, 0) - 1
             if left > 0:
@@ -59,8 +57,7 @@ class PageGate:
         """Shut the gates of all requests until `reset`.
 
         Returns:
-            The request whose pages the agent's thread touches at this moment, or None: only its
-            pages may still change.
+            The request whose pages the agent's thread touches at this moment, or None. Only its pages can still change.
         """
         with self._changed:
             self._abandoned = True
@@ -75,11 +72,11 @@ class PageGate:
 
     @contextmanager
     def touching(self, request: str) -> Iterator[Callable[[], None]]:
-        """Within, the agent's thread may copy from or to the request's pages.
+        """A context in which the agent's thread can copy from or to the request's pages.
 
         Yields:
-            `confirm`, to be called before the copy is used. It raises as below if the pages were
-            given away in the meantime.
+            `confirm`, to be called before the copy is used. It raises as below if the engine has taken the pages back
+            meanwhile.
 
         Raises:
             RevokedError: the gate is shut.

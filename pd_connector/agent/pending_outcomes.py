@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which outcomes the agent owes to its engine, so that none is lost and none is told twice."""
+"""The outcomes that the engine waits for. None is lost, and none is reported twice."""
 
 import queue
 import threading
@@ -14,7 +14,7 @@ Outcome = Free | Finished | Held | Saved
 
 
 class PendingOutcomes:
-    """Outcomes on their way from the agent's thread to the engine's. For any thread."""
+    """Outcomes on their way from the agent's thread to the engine's. Can be used by any thread."""
 
     def __init__(self) -> None:
         self._reported: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -25,7 +25,7 @@ class PendingOutcomes:
         }
 
     def expect(self, command: Command) -> None:
-        """Note which outcome a command will have."""
+        """Note the outcome that a command will have."""
         with self._lock:
             match command:
                 case Offer() if command.final:
@@ -45,25 +45,25 @@ class PendingOutcomes:
                     self._requests[Free].discard(command.request)
 
     def report(self, outcome: Outcome) -> None:
-        """Something has ended. Only the first outcome of a request counts."""
+        """Report an outcome. Only the first one of a request counts."""
         self._reported.put(outcome)
         self._any.set()
 
     def fail_all(self, cause: Cause, detail: str, *, but: str | None = None) -> None:
-        """Report everything that is still owed as failed, except for the request `but`."""
+        """Report all pending outcomes as failed, except for the request `but`."""
         with self._lock:
-            pending_outcomes = {kind: requests - {but} for kind, requests in self._requests.items()}
-        for request in pending_outcomes[Finished]:
+            pending = {kind: requests - {but} for kind, requests in self._requests.items()}
+        for request in pending[Finished]:
             self.report(Finished(request, cause, detail))
-        for request in pending_outcomes[Free]:
+        for request in pending[Free]:
             self.report(Free(request, cause))
-        for request in pending_outcomes[Held]:
+        for request in pending[Held]:
             self.report(Held(request, cause, detail))
-        for request in pending_outcomes[Saved]:
+        for request in pending[Saved]:
             self.report(Saved(request))
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until an outcome is reported; returns whether one was within `timeout_s`."""
+        """Wait until an outcome is reported, at most `timeout_s` seconds. Returns whether there is one."""
         return self._any.wait(timeout_s)
 
     @property
@@ -73,14 +73,14 @@ class PendingOutcomes:
             return bool(self._requests[Finished])
 
     def drain(self) -> list[Outcome]:
-        """Outcomes reported since the last call that were owed; each request's only once."""
+        """The pending outcomes that were reported since the last call, one for each request."""
         self._any.clear()
         taken: list[Outcome] = []
         while not self._reported.empty():
             outcome = self._reported.get()
             with self._lock:
-                pending_outcomes = self._requests[type(outcome)]
-                if outcome.request in pending_outcomes:
-                    pending_outcomes.discard(outcome.request)
+                pending = self._requests[type(outcome)]
+                if outcome.request in pending:
+                    pending.discard(outcome.request)
                     taken.append(outcome)
         return taken

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has threads read and verify chunks of the store, and writes them into pages, or compares them with pages."""
+"""Loads chunks from the pool: threads read and verify them, and the agent's thread writes them into pages or compares them."""
 
 import logging
 import queue
@@ -33,11 +33,11 @@ logger = logging.getLogger("pd_connector.agent.pool_loads")
 _BUFFER_WAIT_S = 10.0
 """Longest wait of a thread for a buffer that holds no chunk, in seconds."""
 _STALL_S = 5.0
-"""Longest time without a chunk of a load, in seconds. What comes later is dropped."""
+"""Longest time without a chunk of a load, in seconds. Later chunks are dropped."""
 
 
 _BUFFERS = 4
-"""Chunks that are being read, or not placed yet."""
+"""Most chunks that are being read, or are not placed yet."""
 _READERS = 2
 
 
@@ -50,8 +50,7 @@ class Arranged(NamedTuple):
 
 
 def arrange(read: ReadChunk, fill: Fill, chunk: PromptChunk, buffer: ReadBuffer) -> Arranged:
-    """Bring what was read into the order of the rank's pages. In a thread that reads, so that the agent's thread only
-    has to write it."""
+    """Bring a chunk into the order of the rank's pages. A reading thread does it, so the agent's thread only copies."""
     needs = [(part.geometry, part.need) for part in read.parts]
     span = fill.first_token, fill.stop_token
     pieces = plan_load(needs, read.own, fill.pages, chunk.number, *span)
@@ -61,10 +60,10 @@ def arrange(read: ReadChunk, fill: Fill, chunk: PromptChunk, buffer: ReadBuffer)
 
 
 class Readers:
-    """Threads that read, and the memory that they read into."""
+    """The threads that read, and their memory."""
 
     def __init__(self) -> None:
-        # A request waits for them: as the agent's thread they go before the engine's.
+        # A request waits for these threads: they have the agent's priority.
         self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
         self.buffers: queue.SimpleQueue[ReadBuffer] = queue.SimpleQueue()
         for _ in range(_BUFFERS):
@@ -76,11 +75,11 @@ class _Filling:
     """A load under way.
 
     Attributes:
-        facts: the model that will use it.
+        facts: the model that the load is for.
         waits: numbers of the chunks that are neither placed nor given up.
-        stop: number of the first chunk that cannot be used. Chunks from it on are not placed.
-        cause: why that chunk cannot be used.
-        miss: the same as the pool calls it, if the chunk itself is at fault.
+        stop: number of the first unusable chunk. Chunks from it on are not placed.
+        cause: why that chunk is unusable.
+        miss: the pool's cause, if the fault is the chunk's.
     """
 
     fill: Fill
@@ -103,33 +102,33 @@ class _Filling:
         return number < self.stop and number in self.waits
 
     def fail(self, number: int, cause: Cause, detail: str, miss: Miss | None = None) -> None:
-        """This chunk cannot be used."""
+        """This chunk is unusable, and so are all chunks after it."""
         if number < self.stop:
             self.stop = number
             self.cause, self.detail, self.miss = cause, detail, miss
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to be placed."""
+        """Whether no chunk is left to be placed."""
         return not any(number < self.stop for number in self.waits)
 
     @property
     def stop_token(self) -> int:
-        """Tokens of the load before this one are in place."""
+        """The load's tokens before this one are in pages."""
         fill = self.fill
         return max(fill.first_token, min(self.stop * CHUNK_TOKENS, fill.stop_token))
 
 
 class ChunkLoads:
-    """Used by the agent's thread only.
+    """The loads from the pool. Used by the agent's thread only.
 
     Args:
-        gate: shut by the engine's thread for requests whose pages must not be touched.
-        loader: reads and verifies.
-        trust: which writers are believed.
-        experts: as `Comparison` has it.
-        report: told the end of every load.
-        done: has the agent's thread carry something out.
+        gate: the engine's thread shuts it for requests whose pages must not be touched.
+        loader: reads and verifies chunks.
+        trust: the writers whose chunks are used.
+        experts: see `Comparison`.
+        report: takes the end of every load.
+        done: has the agent's thread do some work.
     """
 
     def __init__(
@@ -157,13 +156,13 @@ class ChunkLoads:
 
     @property
     def due_s(self) -> float:
-        """When `tick` has something to do although nothing happens, in seconds, monotonic."""
-        return min((one.moved_s + _STALL_S for one in self._fillings), default=float("inf"))
+        """When `tick` must be called at the latest, in seconds, monotonic."""
+        return min((load.moved_s + _STALL_S for load in self._fillings), default=float("inf"))
 
     def tick(self) -> None:
-        """Give up loads that have stalled, and threads that wait for the store: another tier may answer the others."""
+        """Give up stalled loads and their threads. The other loads begin again: another tier may answer them."""
         now = time.monotonic()
-        stalled = [one for one in self._fillings if now >= one.moved_s + _STALL_S]
+        stalled = [load for load in self._fillings if now >= load.moved_s + _STALL_S]
         for filling in stalled:
             detail = f"the store has not answered for {_STALL_S:g} s"
             filling.fail(min(filling.waits), Cause.STALLED, detail)
@@ -176,14 +175,14 @@ class ChunkLoads:
                 self._begin_reads(filling)
 
     def close(self) -> None:
-        """End the threads; what they read is dropped."""
+        """End the threads. Their reads are dropped."""
         self._readers.threads.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, fill: Fill, fence: Any, facts: ModelFacts) -> None:
         """Begin a load, or a comparison.
 
         Args:
-            fence: pages are touched once the work before it is done.
+            fence: pages are touched after the device's work before it.
             facts: the model that the engine serves.
         """
         now = time.monotonic()
@@ -197,7 +196,7 @@ class ChunkLoads:
         self._begin_reads(filling)
 
     def _begin_reads(self, filling: _Filling) -> None:
-        """Read all that the load still waits for."""
+        """Read the chunks that the load still waits for."""
         for chunk in filling.fill.chunks:
             if chunk.number in filling.waits:
                 self._readers.threads.submit(self._read, self._readers.buffers, filling, chunk)
@@ -205,34 +204,34 @@ class ChunkLoads:
     def _read(
         self, buffers: queue.SimpleQueue[ReadBuffer], filling: _Filling, chunk: PromptChunk
     ) -> None:
-        """In a thread that reads."""
-        found: Arranged | PDConnectorError | None = None
+        """Read one chunk. A reading thread calls it."""
+        result: Arranged | PDConnectorError | None = None
         buffer: ReadBuffer | None = None
         if filling.wants(chunk.number):
             try:
                 buffer = buffers.get(timeout=_BUFFER_WAIT_S)
                 read = self._loader.read(chunk, filling.facts, buffer)
-                found = arrange(read, filling.fill, chunk, buffer)
+                result = arrange(read, filling.fill, chunk, buffer)
             except PDConnectorError as error:
-                found = error
+                result = error
             except Exception as error:
                 logger.exception("pool: a chunk was not read")
-                found = PDConnectorError(repr(error))
+                result = PDConnectorError(repr(error))
         give_back = partial(buffers.put, buffer) if buffer else None
-        self._done(partial(self._place, filling, chunk, found, give_back))
+        self._done(partial(self._place, filling, chunk, result, give_back))
 
     def _place(
         self,
         filling: _Filling,
         chunk: PromptChunk,
-        found: Arranged | PDConnectorError | None,
+        result: Arranged | PDConnectorError | None,
         give_back: Callable[[], None] | None,
     ) -> None:
-        if isinstance(found, PDConnectorError):
-            miss = found.cause if isinstance(found, PoolError) else None
-            filling.fail(chunk.number, Cause.POOL, str(found), miss)
-        elif found is not None and filling.wants(chunk.number):
-            self._use(filling, chunk, found)
+        if isinstance(result, PDConnectorError):
+            miss = result.cause if isinstance(result, PoolError) else None
+            filling.fail(chunk.number, Cause.POOL, str(result), miss)
+        elif result is not None and filling.wants(chunk.number):
+            self._use(filling, chunk, result)
         if give_back is not None:
             give_back()
         filling.waits.discard(chunk.number)
@@ -240,34 +239,34 @@ class ChunkLoads:
         if filling.ended and filling in self._fillings:
             self._end(filling)
 
-    def _use(self, filling: _Filling, chunk: PromptChunk, found: Arranged) -> None:
+    def _use(self, filling: _Filling, chunk: PromptChunk, arranged: Arranged) -> None:
         """Write a chunk into pages, or compare it with them."""
         fill, comparison = filling.fill, filling.comparison
         try:
-            for part in () if fill.compares else found.read.parts:
+            for part in () if fill.compares else arranged.read.parts:
                 if problem := self._trust.problem(part.engine_id, part.writer):
                     filling.fail(chunk.number, *problem)
                     return
-            routes = [piece.route for piece in found.pieces]
+            routes = [piece.route for piece in arranged.pieces]
             if not self._cache.prepare(routes, gathers=False):
                 detail = "kernels for this writer's layout are being compiled"
                 filling.fail(chunk.number, Cause.POOL, detail)
                 return
             with self._gate.touching(fill.request) as confirm:
-                for piece, payload in zip(found.pieces, found.payloads, strict=True):
+                for piece, payload in zip(arranged.pieces, arranged.payloads, strict=True):
                     where = piece.route, piece.chunk, piece.pages, payload, filling.fence
                     if comparison is None:
                         self._cache.scatter(*where)
                     else:
-                        passed = found.read.parts[piece.part].codec
+                        passed = arranged.read.parts[piece.part].codec
                         comparison.note(piece.route, self._cache.compare(*where), passed)
                         filling.routes.add(piece.route)
                 confirm()
             if comparison is None:
-                came_in = (part.codec for part in found.read.parts)
-                self._cache.passed = coarsest((self._cache.passed, *came_in))
-            filling.nbytes += found.read.nbytes
-            filling.writers.update(part.writer for part in found.read.parts)
+                codecs = (part.codec for part in arranged.read.parts)
+                self._cache.passed = coarsest((self._cache.passed, *codecs))
+            filling.nbytes += arranged.read.nbytes
+            filling.writers.update(part.writer for part in arranged.read.parts)
         except AbandonedError:
             raise
         except PoolError as error:
@@ -277,7 +276,7 @@ class ChunkLoads:
             filling.fail(chunk.number, Cause.INTERNAL, repr(error))
 
     def _judge(self, filling: _Filling, comparison: Comparison) -> None:
-        """A comparison has ended: believe the writers from now on, or never."""
+        """A comparison has ended: use chunks of these writers from now on, or never."""
         if filling.cause is None and (problem := comparison.judge((), filling.routes)):
             filling.cause, filling.detail = problem
         self._telemetry.count("audits", cause=filling.cause or "passed")
@@ -296,7 +295,7 @@ class ChunkLoads:
             )
 
     def _end(self, filling: _Filling) -> None:
-        self._fillings = [one for one in self._fillings if one is not filling]
+        self._fillings = [other for other in self._fillings if other is not filling]
         fill, seconds = filling.fill, time.monotonic() - filling.began_s
         if filling.comparison is not None:
             self._judge(filling, filling.comparison)
@@ -304,13 +303,21 @@ class ChunkLoads:
             self._telemetry.count("pool_loaded_bytes", filling.nbytes)
             if filling.cause is not None:
                 self._miss(filling, filling.cause)
-        told = filling.cause, filling.detail, filling.nbytes, len(fill.chunks), seconds
         self._report(
-            Finished(fill.request, *told, stop_token=filling.stop_token, miss=filling.miss)
+            Finished(
+                fill.request,
+                filling.cause,
+                filling.detail,
+                filling.nbytes,
+                len(fill.chunks),
+                seconds,
+                stop_token=filling.stop_token,
+                miss=filling.miss,
+            )
         )
 
     def _miss(self, filling: _Filling, cause: Cause) -> None:
-        """Tell of a load that did not come about, or not as a whole."""
+        """Log and count a load that failed or broke off."""
         logger.log(
             logging.INFO if cause is Cause.UNAUDITED else logging.WARNING,
             "request %s: KV from the pool is used up to token %d, the rest of the prompt is computed: %s",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies computed chunks out of pages, and has threads write them into the store.
+"""Saves chunks into the pool: the agent's thread copies them out of pages, and threads write them into the store.
 
-They ask the store first. What it does not want is not copied: another engine has often saved the chunk already,
-as a prefill engine has what it hands over.
+The threads ask the store first. A chunk that the store has already is not copied: often another engine has saved it, as a
+prefill engine saves what it hands over.
 """
 
 import logging
@@ -32,24 +32,24 @@ from pd_connector.telemetry import Telemetry
 logger = logging.getLogger("pd_connector.agent.pool_saves")
 
 _MORE_BUFFERS = 3
-"""Chunks that the store is asked for, or that are copied and not written yet, beside one for each thread that writes."""
+"""Buffers for chunks that wait for the store or are not written yet, besides one for each writing thread."""
 _MOST_WRITERS = 4
 _PROCESSORS = 8
-"""Processors of a rank for each thread that writes."""
+"""Divisor: a rank has one writing thread for 8 processors."""
 _WAITS_S = 1.0
-"""Longest wait of a save for a buffer, and then for the store, in seconds. Its pages are kept meanwhile, and a store may never
-answer."""
+"""Longest wait of a save for a buffer, and then for the store, in seconds. Its pages are kept meanwhile, and a store may
+never answer."""
 _LAST_WRITES_S = 2.0
-"""How long an engine that ends waits until these are written, in seconds. A store that is well takes milliseconds."""
+"""Longest wait for the last writes when the engine ends, in seconds. A healthy store needs milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A save for which the store is asked.
+class _Query:
+    """A save about which the store is asked.
 
     Attributes:
-        buffer: for its copy.
-        late_s: when it is given up, in seconds, monotonic.
+        buffer: for the copy of the chunk.
+        late_s: the save is given up at this time, in seconds, monotonic.
         over: it was given up.
     """
 
@@ -62,25 +62,25 @@ class _Asked:
 
 
 def writers(ranks: int) -> int:
-    """How many threads of a rank write. One writes about 2 GB/s, and a GPU may compute KV faster; a machine with few
-    processors needs them for other things.
+    """The number of writing threads of a rank. A thread writes about 2 GB/s, and a GPU can compute KV faster. A machine with
+    few processors needs them for other work.
 
     Args:
-        ranks: of the engine.
+        ranks: number of the engine's ranks.
     """
     return max(1, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // (_PROCESSORS * ranks)))
 
 
 class ChunkSaves:
-    """Used by the agent's thread only.
+    """The saves into the pool. Used by the agent's thread only.
 
     Args:
-        gate: shut by the engine's thread for requests whose pages must not be touched.
+        gate: the engine's thread shuts it for requests whose pages must not be touched.
         saver: writes parts.
         codec: in which chunks are kept.
-        threads: number of those that write.
-        report: told that pages are no longer read.
-        done: has the agent's thread carry something out.
+        threads: number of writing threads.
+        report: takes requests whose pages are no longer read.
+        done: has the agent's thread do some work.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class ChunkSaves:
         self._report = report
         self._done = done
         self._form = describe(cache, codec)
-        # Each with its fence, and when it came.
+        # Each save with its fence, and the time when it came.
         self._waiting: deque[tuple[Save, Any, float]] = deque()
-        self._asked: deque[_Asked] = deque()
-        self._wanted: deque[tuple[_Asked, WantedPart]] = deque()
+        self._queries: deque[_Query] = deque()
+        self._to_copy: deque[tuple[_Query, WantedPart]] = deque()
         ends = (place.offset + place.nbytes for place in places(self._form, cache.geometry))
         nbytes = max(ends, default=0)
         self._free = [bytearray(nbytes) for _ in range(threads + _MORE_BUFFERS)]
@@ -118,8 +118,8 @@ class ChunkSaves:
 
     @property
     def due_s(self) -> float:
-        """When a save has waited too long, in seconds, monotonic."""
-        late_s = [one.late_s for one in self._asked if not one.over]
+        """When the next save has waited too long, in seconds, monotonic."""
+        late_s = [query.late_s for query in self._queries if not query.over]
         if self._waiting and not self._free:
             late_s.append(self._waiting[0][2] + _WAITS_S)
         return min(late_s, default=float("inf"))
@@ -130,47 +130,47 @@ class ChunkSaves:
         return self.waits_for_device and self._cache.happened(self._waiting[0][1])
 
     def add(self, save: Save, fence: Any) -> None:
-        """A chunk is computed once the work before `fence` is done."""
+        """Save a chunk, whose pages are computed when the device's work before `fence` is done."""
         self._waiting.append((save, fence, time.monotonic()))
 
     def close(self) -> None:
-        """End the threads. What is copied is written, as far as the store takes it in time."""
+        """End the threads. Copied chunks are written if the store takes them in time."""
         wait(self._writes, _LAST_WRITES_S)
         self._writers.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, facts: ModelFacts) -> None:
-        """Copy what the store wants, and ask it for what is computed, as far as there are buffers. What has waited too
-        long is not saved.
+        """Copy the chunks that the store takes, and ask it about computed chunks while there are buffers. Saves that have
+        waited too long are dropped.
 
         Args:
             facts: the model that the engine serves.
         """
-        while self._wanted:
-            self._copy(*self._wanted.popleft(), facts)
+        while self._to_copy:
+            self._copy(*self._to_copy.popleft(), facts)
         while self.device_done:
             save, fence, _ = self._waiting.popleft()
             if plan := self._plan(save, facts):
                 late_s = time.monotonic() + _WAITS_S
-                asked = _Asked(save, fence, plan, self._free.pop(), late_s)
-                self._asked.append(asked)
-                self._writers.submit(self._ask, asked, facts)
+                query = _Query(save, fence, plan, self._free.pop(), late_s)
+                self._queries.append(query)
+                self._writers.submit(self._ask, query, facts)
             else:
                 self._report(Saved(save.request))
         while (now := time.monotonic()) >= self.due_s:
-            for asked in self._asked:
-                if not asked.over and now >= asked.late_s:
-                    asked.over = True
-                    self._drop(asked.save, "busy")
+            for query in self._queries:
+                if not query.over and now >= query.late_s:
+                    query.over = True
+                    self._drop(query.save, "busy")
             if self._waiting and not self._free and now >= self._waiting[0][2] + _WAITS_S:
                 self._drop(self._waiting.popleft()[0], "busy")
 
     def _drop(self, save: Save, cause: str) -> None:
-        """A save does not come about. The count comes first: an outcome that is seen has been counted."""
+        """A save is dropped. It is counted before it is reported, so that every reported save was counted."""
         self._telemetry.count("pool_saves", cause=cause)
         self._report(Saved(save.request))
 
     def _plan(self, save: Save, facts: ModelFacts) -> SavePlan | None:
-        """What is copied; None if nothing can be."""
+        """The plan of the copy; None if the chunk cannot be copied."""
         if save.model != model_root(facts):
             return None
         try:
@@ -185,35 +185,35 @@ class ChunkSaves:
             return None
         return plan
 
-    def _ask(self, asked: _Asked, facts: ModelFacts) -> None:
-        """In a thread that writes."""
-        save, found = asked.save, None
+    def _ask(self, query: _Query, facts: ModelFacts) -> None:
+        """Ask the store about a chunk. A writing thread calls it."""
+        save, answer = query.save, None
         try:
-            if not asked.over:
-                found = self._saver.ask(save.chunk, save.tenant, facts, asked.plan.form)
+            if not query.over:
+                answer = self._saver.ask(save.chunk, save.tenant, facts, query.plan.form)
         except PDConnectorError as error:
             logger.warning("pool: a chunk was not saved: %s", error)
         except Exception:
             logger.exception("pool: a chunk was not saved")
-        self._done(partial(self._answered, asked, found or "failed"))
+        self._done(partial(self._answered, query, answer or "failed"))
 
-    def _answered(self, asked: _Asked, found: WantedPart | str) -> None:
-        self._asked.remove(asked)
-        if isinstance(found, WantedPart):
-            self._wanted.append((asked, found))
+    def _answered(self, query: _Query, answer: WantedPart | str) -> None:
+        self._queries.remove(query)
+        if isinstance(answer, WantedPart):
+            self._to_copy.append((query, answer))
             return
-        self._free.append(asked.buffer)
-        if not asked.over:
-            self._drop(asked.save, found)
+        self._free.append(query.buffer)
+        if not query.over:
+            self._drop(query.save, answer)
 
-    def _copy(self, asked: _Asked, wanted: WantedPart, facts: ModelFacts) -> None:
-        """Copy the pages of a save, and have it written. The engine may reuse them afterwards."""
-        save, payload, copied = asked.save, memoryview(asked.buffer), False
+    def _copy(self, query: _Query, part: WantedPart, facts: ModelFacts) -> None:
+        """Copy the pages of a save, and have a thread write the copy. The engine can reuse the pages afterwards."""
+        save, payload, copied = query.save, memoryview(query.buffer), False
         try:
-            if not asked.over and save.model == model_root(facts):
+            if not query.over and save.model == model_root(facts):
                 with self._gate.touching(save.request) as confirm:
-                    for piece in asked.plan.pieces:
-                        gather_piece(self._cache, piece, payload, asked.fence)
+                    for piece in query.plan.pieces:
+                        gather_piece(self._cache, piece, payload, query.fence)
                     confirm()
                 copied = True
         except AbandonedError:
@@ -221,14 +221,14 @@ class ChunkSaves:
         except Exception:
             logger.exception("pool: a chunk could not be copied")
         finally:
-            if not asked.over:
+            if not query.over:
                 self._report(Saved(save.request))
-        work = partial(self._write, wanted, asked.buffer, copied=copied)
-        self._writes = [one for one in self._writes if not one.done()]
+        work = partial(self._write, part, query.buffer, copied=copied)
+        self._writes = [write for write in self._writes if not write.done()]
         self._writes.append(self._writers.submit(work))
 
     def _tables(self, save: Save) -> list[list[int]]:
-        """The save's pages, each at its place in the request."""
+        """The save's page ids by table, each at its place in the request; -1 before them."""
         sizes = {group.table: group.page_size for group in self._cache.geometry.groups}
         first = save.chunk.first_token
         return [
@@ -236,14 +236,14 @@ class ChunkSaves:
             for table, pages in enumerate(save.pages)
         ]
 
-    def _write(self, wanted: WantedPart, buffer: bytearray, *, copied: bool) -> None:
-        """In a thread that writes."""
+    def _write(self, part: WantedPart, buffer: bytearray, *, copied: bool) -> None:
+        """Write a copied chunk, or cancel it if it was not copied. A writing thread calls it."""
         cause = "failed"
         try:
             if copied:
-                cause = wanted.write(memoryview(buffer))
+                cause = part.write(memoryview(buffer))
             else:
-                wanted.cancel()
+                part.cancel()
         except PDConnectorError as error:
             logger.warning("pool: a chunk was not saved: %s", error)
         except Exception:

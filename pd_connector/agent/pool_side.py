@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool's part of a rank's agent: it saves computed chunks, and loads chunks of the pool.
+"""The pool's part of a rank's agent: it saves computed chunks into the pool, and loads chunks from it.
 
-Only the agent's thread touches pages. Threads of the pool read and write files. Between them chunks lie in buffers
-of this rank.
+Only the agent's thread touches pages. Threads of the pool read and write files. Buffers of this rank hold the chunks in
+between.
 """
 
 import queue
@@ -31,13 +31,13 @@ class PoolSide:
     """Used by the agent's thread only.
 
     Args:
-        store: where chunks are.
-        trust: which writers are believed.
+        store: keeps the chunks.
+        trust: the writers whose chunks are used.
         writer: this engine, as records name it.
         codecs: of this engine.
         parts: number of its ranks.
-        gate: shut by the engine's thread for requests whose pages must not be touched.
-        report: told of every outcome.
+        gate: the engine's thread shuts it for requests whose pages must not be touched.
+        report: takes every outcome.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class PoolSide:
 
     @property
     def device_done(self) -> bool:
-        """Whether the first of these can begin."""
+        """Whether the first of these saves can begin."""
         return self._saves.device_done
 
     @property
     def due_s(self) -> float:
-        """When `tick` has something to do although nothing happens, in seconds, monotonic."""
+        """When `tick` must be called at the latest, in seconds, monotonic."""
         return min(self._loads.due_s, self._saves.due_s)
 
     def change_model(self, facts: ModelFacts) -> None:
@@ -87,7 +87,7 @@ class PoolSide:
         self._trust.forget()
 
     def know_weights(self, full: bytes) -> None:
-        """All bytes of the engine's weights have been read now."""
+        """All bytes of the engine's weights were read."""
         self._facts = msgspec.structs.replace(self._facts, weights_full=full)
 
     def execute(self, command: Save | Fill, fence: Any) -> None:
@@ -99,7 +99,7 @@ class PoolSide:
             self._loads.begin(command, fence, self._facts)
 
     def tick(self) -> None:
-        """Go on with what threads have done, or the device."""
+        """Continue saves and loads for which a thread or the device has done its work."""
         while not self._done.empty():
             self._done.get()()
         for (tier, cause), number in self._store.take_failures().items():
@@ -109,11 +109,11 @@ class PoolSide:
             self._loads.tick()
 
     def close(self) -> None:
-        """End the threads. What they read is dropped, and what they write is written if the store is quick."""
+        """End the threads. Reads are dropped. Writes are finished if the store is quick."""
         self._saves.close()
         self._loads.close()
 
     def _then(self, work: Callable[[], None]) -> None:
-        """Called by the threads."""
+        """Have the agent's thread do this work. The threads call it."""
         self._done.put(work)
         self._wake()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the producing side, the consuming side and the dialler of one rank share."""
+"""The objects that all parts of one rank's agent share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ class RankResources:
 
     Args:
         context: the ZeroMQ context of all sockets.
-        keys: keys of the sessions; None where sessions are not encrypted.
-        transports: in the order in which they are preferred.
-        wake: makes the agent's thread look again; may be called by any thread.
-        steps: of the engine.
-        ranks: all ranks of this engine, as far as it has introduced them.
+        keys: keys of the sessions; None if they are not encrypted.
+        transports: the preferred ones first.
+        wake: makes the agent's thread take another turn; for any thread.
+        steps: the engine's steps.
+        ranks: returns all ranks of this engine that it has introduced.
         choice: how the transports were chosen.
         buffers: the slots that chunks pass through.
-        audits: what is known of producers; None where none has to be audited.
+        audits: results of audits; None if producers need not pass one.
     """
 
     config: Config

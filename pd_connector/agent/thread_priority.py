@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks Linux and Python to favour the threads that move KV over engine threads that poll without pause.
+"""Asks Linux and Python to prefer threads that move KV over engine threads that poll without pause.
 
-No thread gets a lower priority than the engine's. It would keep Python's lock (GIL) while it waits for a processor,
-and the agent and the engine would wait for it.
+No thread gets a lower priority than the engine's threads. Such a thread would keep Python's lock (GIL) while it waits for a
+processor, and the agent and the engine would wait for it.
 """
 
 import ctypes
@@ -37,14 +37,12 @@ class _SchedAttr(ctypes.Structure):
 def prefer_short_slices() -> bool:
     """Give the calling thread short time slices; returns whether the kernel agreed.
 
-    Threads that it starts inherit neither these nor its priority. Those that compile, or save chunks of the pool, would
-    otherwise take the processors from the engine for as long as they work. Those that load chunks ask for the priority
-    themselves.
+    Threads that it starts inherit neither the slices nor its priority: threads that compile, or save pool chunks, would take
+    the processors from the engine. Threads that load pool chunks ask for the priority themselves.
 
-    An engine's processes poll shared memory for a second after each step. Since Linux 6.12 a waking
-    thread goes before a running one that has a longer slice. So a chunk does not wait for
-    milliseconds. The thread gets no larger share of the processor. Older kernels
-    ignore or refuse the request, and nothing else changes.
+    An engine's processes poll shared memory for a second after each step. Since Linux 6.12 a thread that wakes goes before a
+    running thread with a longer slice, so a chunk does not wait for milliseconds. The thread's share of the processor stays
+    the same. Older kernels ignore or refuse the request.
     """
     number = _SYSCALL.get(platform.machine())
     if number is None:
@@ -60,11 +58,11 @@ def prefer_short_slices() -> bool:
 
 
 def prefer_own_threads() -> bool:
-    """Give the calling thread and ZeroMQ's I/O threads of this process a higher priority than
-    others, if the process may; returns whether it may. Call it when the sockets exist.
+    """Give the calling thread and this process's ZeroMQ I/O threads a higher priority, if the process is allowed to.
+    Returns whether it is. Call it when the sockets exist.
 
-    An engine's pollers yield the processor and take it back at once. Beside them, encrypting and
-    copying KV would get half a core. With many free cores nothing changes.
+    An engine's pollers yield the processor and take it back at once. Beside them, encryption and copies of KV would get half
+    a core. With many free cores nothing changes.
     """
     threads = list[int]()
     for task in Path("/proc/self/task").iterdir():
@@ -77,8 +75,8 @@ def prefer_own_threads() -> bool:
 
 
 def prefer_this_thread() -> bool:
-    """Give the calling thread that priority, if the process may; returns whether it may. For threads that do what a
-    request waits for."""
+    """Give the calling thread the higher priority, if the process is allowed to. Returns whether it is. For threads whose
+    work a request waits for."""
     return _prefer(threading.get_native_id())
 
 
@@ -91,11 +89,11 @@ def _prefer(thread: int) -> bool:
 
 
 def prefer_short_turns(longest_ms: float) -> None:
-    """Let no other thread of this process keep Python's lock (GIL) for longer than this, in milliseconds, while
-    the agent waits for it.
+    """Limit the time for which another thread of this process keeps Python's lock (GIL) while the agent waits for it, in
+    milliseconds.
 
-    Copies, sums and waits of the agent's thread are without the lock, and each ends with asking for it again. An
-    engine whose loop is Python gives it up after `sys.getswitchinterval()`, 5 ms by default, several times for each
-    chunk. It holds for all threads of the process; who has set less keeps that.
+    The agent's thread copies, sums and waits without the lock, and needs it again after each. An engine whose loop is Python
+    gives it up only after `sys.getswitchinterval()`, by default 5 ms, several times for each chunk. The limit holds for all
+    threads of the process. A lower limit that is set already stays.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), longest_ms / 1000))

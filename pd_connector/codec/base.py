@@ -72,18 +72,18 @@ def check_plane(x: torch.Tensor, source: Elements) -> None:
         )
 
 
-def check_bytes(data: torch.Tensor, wanted: int) -> None:
-    """Raise ValueError unless `data` is a dense row of `wanted` bytes."""
-    if data.dtype != torch.uint8 or data.shape != (wanted,) or not data.is_contiguous():
+def check_bytes(data: torch.Tensor, nbytes: int) -> None:
+    """Raise ValueError unless `data` is a dense row of `nbytes` bytes."""
+    if data.dtype != torch.uint8 or data.shape != (nbytes,) or not data.is_contiguous():
         raise ValueError(
-            f"coded plane of shape {tuple(data.shape)} and {data.dtype}: must be {wanted} dense "
+            f"coded plane of shape {tuple(data.shape)} and {data.dtype}: must be {nbytes} dense "
             f"bytes of uint8, see coded_bytes()"
         )
 
 
-def split(data: torch.Tensor, scale_bytes: int, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales and the codes of a coded plane of `wanted` bytes, as views of its bytes."""
-    check_bytes(data, wanted)
+def split(data: torch.Tensor, scale_bytes: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales and the codes of a coded plane of `nbytes` bytes, as views of its bytes."""
+    check_bytes(data, nbytes)
     return data[:scale_bytes], data[padded(scale_bytes) :]
 
 

@@ -54,12 +54,16 @@ def convert(x: torch.Tensor, source: Elements, destination: Elements, out: torch
         copy_bits(x, out)
     elif is_fast(x) and (source.is_fp8 or (destination.is_fp8 and source.nbytes == 2)):
         # On a CPU faster than torch's own FP8 arithmetic, four times faster into a float cache.
-        codes, found = words(x), words(out)
-        if source.is_fp8 and destination.nbytes == 2 and _pairs_up(codes) and _pairs_up(found):
-            table, codes, found = _pairs(source, destination), codes.view("<u2"), found.view("<u4")
+        codes, target = words(x), words(out)
+        if source.is_fp8 and destination.nbytes == 2 and _pairs_up(codes) and _pairs_up(target):
+            table, codes, target = (
+                _pairs(source, destination),
+                codes.view("<u2"),
+                target.view("<u4"),
+            )
         else:
             table = _table(source, destination)
-        np.take(table, codes, out=found, mode="clip")
+        np.take(table, codes, out=target, mode="clip")
     else:
         out.copy_(_computed(x, source, destination))
 

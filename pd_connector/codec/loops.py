@@ -101,12 +101,12 @@ def _power_of_two(magnitude: Any) -> Any:
 def _e4m3_code(bits: Any, inverse: Any) -> Any:
     """The code of a finite bfloat16, times a power of two that keeps it within ±448."""
     value = np.float32(_float(bits & _MAGNITUDE) * inverse)
-    found = value.view(np.uint32)
-    even = np.uint32((found >> np.uint32(20)) & np.uint32(1))
-    up = np.uint32(found + np.uint32(0x7FFFF) + even)
+    word = value.view(np.uint32)
+    even = np.uint32((word >> np.uint32(20)) & np.uint32(1))
+    up = np.uint32(word + np.uint32(0x7FFFF) + even)
     normal = np.uint32((up >> np.uint32(20)) - _E4M3_BIAS)
     units = np.uint32(np.float32(value + _TO_UNITS).view(np.uint32) - _UNIT_BITS)
-    code = np.uint8(normal if found >= _E4M3_NORMAL else units)
+    code = np.uint8(normal if word >= _E4M3_NORMAL else units)
     return np.uint8(code | np.uint8(np.uint16(bits >> np.uint16(8)) & np.uint16(0x80)))
 
 
@@ -208,7 +208,7 @@ def fp8_decode(codes: Words, scales: Words, out: Words) -> None:
                 small = np.float32(np.float32(magnitude) * _E4M3_UNIT)
                 value = normal if magnitude >= np.uint32(8) else small
                 value = np.float32(-value) if code >= np.uint32(0x80) else value
-                found = _bfloat16(np.float32(value * scale))
+                decoded = _bfloat16(np.float32(value * scale))
                 if magnitude == _E4M3_NAN:
-                    found = np.uint16(0x7FC0)
-                out[head, token, dim] = found
+                    decoded = np.uint16(0x7FC0)
+                out[head, token, dim] = decoded

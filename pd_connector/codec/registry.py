@@ -28,12 +28,12 @@ def load_codec(name: str) -> Codec:
     tensor([[[ 1.0000, -2.0000],
              [ 0.5078,  4.0000]]], dtype=torch.bfloat16)
     """
-    known = coding(name)
+    entry = coding(name)
     try:
-        return cast(Codec, pkgutil.resolve_name(known.codec))
+        return cast(Codec, pkgutil.resolve_name(entry.codec))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"codec {name!r} is at {known.codec}, which cannot be loaded: {error!r}. Repair or "
+            f"codec {name!r} is at {entry.codec}, which cannot be loaded: {error!r}. Repair or "
             "uninstall the package that adds it (config key codec)"
         ) from error
 

@@ -70,6 +70,9 @@ def _seal(engine_id: str, peers: tuple[Peer, ...], key: str) -> str:
         [source.host, source.port, shard.first_layer, shard.stop_layer, shard.tp_rank]
         for source, shard in peers
     ]
-    data = msgspec.msgpack.encode([engine_id, ranks, peers[0].shard.tp_size])
+    first, context = peers[0].shard, []
+    if first.has_cp:
+        context = [first.cp_size, first.pcp_size, [shard.pcp_rank for _, shard in peers]]
+    data = msgspec.msgpack.encode([engine_id, ranks, first.tp_size, *context])
     mac = hashlib.blake2b(data, digest_size=_SEAL_BYTES, key=secret(key, b"pd-seal"))
     return mac.hexdigest()

@@ -53,6 +53,11 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     pcp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
 
     @property
+    def has_cp(self) -> bool:
+        """Whether there is context parallelism of either kind."""
+        return self.cp_size > 1 or self.pcp_size > 1
+
+    @property
     def cp_rank(self) -> int:
         """Which tokens this rank holds of a group that is split by tokens."""
         return (self.tp_rank * self.pcp_size + self.pcp_rank) % self.cp_size
@@ -88,8 +93,8 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a state that is shared among ranks by itself, such as Q's part of a convolution.
 
-    A layer's state is `[unit][row][dim]` for each of its sections. Where these elements lie in the engine's page
-    is no matter of the geometry: each rank's views have strides of their own (`pages/layer.py:StatePages`).
+    A layer's state is `[unit][row][dim]` for each of its sections. A geometry does not say where these elements
+    lie in the engine's page: each rank's views have strides of their own (`pages/layer.py:StatePages`).
 
     Attributes:
         name: both sides pair sections by it: `conv.q`, `ssm`. It says which tensor the section is a part of.
@@ -164,6 +169,11 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         """Entries of a page: K and V, or latents."""
         return self.page_size // self.state_tokens
 
+    @property
+    def shares(self) -> frozenset[int]:
+        """Numbers of heads, or of units of sections, that ranks share."""
+        return frozenset(section.units for section in self.sections) or frozenset((self.heads,))
+
     def scale(self, layer: int) -> tuple[float, float]:
         """Scales of K and V of a layer, by its number in the model."""
         return self.scales[self.layers.index(layer)] if self.scales else (1.0, 1.0)
@@ -188,7 +198,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def needs_schema(self) -> int:
         """The first wire schema in which this geometry can be said."""
-        plain = self.shard.cp_size == self.shard.pcp_size == 1 and not any(
+        plain = not self.shard.has_cp and not any(
             group.kind == "state" or group.state_tokens > 1 or group.interleave
             for group in self.groups
         )

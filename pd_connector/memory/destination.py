@@ -19,4 +19,4 @@ class Destination(abc.ABC):
     @abc.abstractmethod
     def memory(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """Memory of bytes [start, stop) of the payload, in order. It may be written only within the `with` block.
-        Empty if the payload is no longer wanted."""
+        Empty if the receiver has taken the memory back."""

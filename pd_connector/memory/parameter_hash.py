@@ -27,7 +27,7 @@ _PIECE_WORDS = 1 << 20
 
 def full_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """Hash name, shape, dtype and all bytes of tensors, in this order: 16 bytes. Waits for their devices."""
-    found = hashlib.blake2b(digest_size=16, person=b"pd-loaded-full")
+    digest = hashlib.blake2b(digest_size=16, person=b"pd-loaded-full")
     pending: list[tuple[str, list[torch.Tensor]]] = []
     for name, tensor in tensors:
         form = tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
@@ -39,10 +39,10 @@ def full_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     # One wait per device, not one per tensor.
     read = {device: iter(torch.stack(sums).tolist()) for device, sums in by_device.items()}
     for head, sums in pending:
-        found.update(head.encode())
+        digest.update(head.encode())
         for each in sums:
-            found.update(str(next(read[each.device])).encode() + b"\0")
-    return found.digest()
+            digest.update(str(next(read[each.device])).encode() + b"\0")
+    return digest.digest()
 
 
 def _sums(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -85,8 +85,8 @@ class Pieces(NamedTuple):
     def _runs(self) -> npt.NDArray[np.int64]:
         """Indices of the pieces that do not begin where the previous piece ends."""
         steps = self.addresses[1:] - self.addresses[:-1] != np.uint64(self.piece_bytes)
-        found: npt.NDArray[np.int64] = np.flatnonzero(np.append(True, steps))
-        return found[: len(self.addresses)]
+        starts: npt.NDArray[np.int64] = np.flatnonzero(np.append(True, steps))
+        return starts[: len(self.addresses)]
 
     def checksum(self) -> bytes:
         """XXH3 of all bytes in order: 16 bytes. The pieces must be memory of this process.
@@ -158,5 +158,5 @@ def _copy(pid: int, there: Addresses, here: Addresses) -> None:
     if copied < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"process_vm_readv of process {pid}: {os.strerror(code)}")
-    if copied != (wanted := int(here[:, 1].sum())):
-        raise OSError(f"process_vm_readv of process {pid}: {copied} bytes of {wanted}")
+    if copied != (expected := int(here[:, 1].sum())):
+        raise OSError(f"process_vm_readv of process {pid}: {copied} bytes of {expected}")

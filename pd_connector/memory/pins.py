@@ -94,7 +94,7 @@ def _pins_read_only(device: "torch.device") -> bool:
             cuda_driver.READ_ONLY_HOST_REGISTER_SUPPORTED, device.index or 0
         )
     except cuda_driver.CudaError:
-        return True  # the call itself will tell
+        return True  # the call itself will show it
 
 
 @contextlib.contextmanager

@@ -125,8 +125,8 @@ class SlotPool:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is free, held or quarantined exactly once, and the counts
         agree."""
-        known = sorted([*self._free, *self._holder, *self._quarantine])
-        assert known == list(range(self._slots)), (
+        tracked = sorted([*self._free, *self._holder, *self._quarantine])
+        assert tracked == list(range(self._slots)), (
             f"slots free {sorted(self._free)}, held {self._holder}, quarantined {self._quarantine}: "
             f"each of {self._slots} slots must be there once"
         )

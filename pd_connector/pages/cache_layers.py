@@ -12,9 +12,9 @@ import torch
 from pd_connector.kv.coding import Part
 from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.memory.pieces import Pieces
-from pd_connector.pages.layer import LayerPages, check_layer
+from pd_connector.pages.layer import LayerPages, StatePages, check_layer, check_states
 from pd_connector.pages.row_matrix import Words
-from pd_connector.pages.spans import Index, TokenSpan
+from pd_connector.pages.spans import Index, Span, StripedSpan, TokenSpan
 from pd_connector.pages.tiles import tokens_of
 from pd_connector.plan.chunks import Chunk, Plane
 from pd_connector.plan.route import Route
@@ -24,7 +24,8 @@ class CacheLayers:
     """The layers of one rank's cache.
 
     Attributes:
-        by_number: each layer by its number in the model.
+        by_number: each layer of KV by its number in the model.
+        states: each layer of states by its number in the model.
 
     Args:
         layers: the views of each layer, by its number in the model; not copied.
@@ -34,26 +35,35 @@ class CacheLayers:
         UnsupportedGeometryError: a layer differs from the geometry.
     """
 
-    def __init__(self, layers: Mapping[int, LayerPages], geometry: Geometry) -> None:
+    def __init__(self, layers: Mapping[int, LayerPages | StatePages], geometry: Geometry) -> None:
         self.geometry = geometry
-        self.by_number = dict(layers)
+        self.by_number = {n: each for n, each in layers.items() if isinstance(each, LayerPages)}
+        self.states = {n: each for n, each in layers.items() if isinstance(each, StatePages)}
         for group in geometry.groups:
             for layer in group.layers:
-                check_layer(layer, self.by_number[layer], geometry, group)
+                if group.kind == "state":
+                    check_states(layer, self.states[layer], geometry, group)
+                else:
+                    check_layer(layer, self.by_number[layer], geometry, group)
 
     @property
     def device(self) -> torch.device:
         """The device of all layers."""
-        return next(iter(self.by_number.values())).key.device
+        keys = (pages.key for pages in self.by_number.values())
+        states = (pages.sections[0] for pages in self.states.values())
+        return next(itertools.chain(keys, states)).device
 
     @property
     def pages(self) -> int:
         """The number of pages in the layer with the fewest."""
         return min(
-            int(self.by_number[layer].key.shape[0] // self._parts_per_page(layer, group))
-            for group in self.geometry.groups
-            for layer in group.layers
+            self._pages_of(layer, group) for group in self.geometry.groups for layer in group.layers
         )
+
+    def _pages_of(self, layer: int, group: Group) -> int:
+        if group.kind == "state":
+            return int(self.states[layer].sections[0].shape[0])
+        return int(self.by_number[layer].key.shape[0] // self._parts_per_page(layer, group))
 
     def view(self, plane: Plane) -> torch.Tensor:
         """The layer's cache of K or V, as the plane says: `[page, kv head, token, dim]`, or tiled."""
@@ -66,16 +76,38 @@ class CacheLayers:
         assert view is not None
         return view
 
-    def tokens(self, chunk: Chunk, layer: int, group: Group, pages: Sequence[int]) -> TokenSpan:
-        """The chunk's tokens in the pages of the layer's view.
+    def source_tokens(self, route: Route, chunk: Chunk, layer: int, pages: Sequence[int]) -> Span:
+        """The chunk's tokens in the pages of the layer's view, in the cache of the source.
 
         Raises:
             IndexError: a page is outside this cache.
         """
+        return self._tokens(route, chunk, layer, route.source, True, pages)
+
+    def destination_tokens(
+        self, route: Route, chunk: Chunk, layer: int, pages: Sequence[int]
+    ) -> Span:
+        """The same in the cache of the destination."""
+        return self._tokens(route, chunk, layer, route.destination, False, pages)
+
+    def _tokens(
+        self,
+        route: Route,
+        chunk: Chunk,
+        layer: int,
+        group: Group,
+        is_source: bool,
+        pages: Sequence[int],
+    ) -> Span:
         view = self.by_number[layer].key
         _check_pages(pages, view.shape[0] // self._parts_per_page(layer, group))
+        first, stop, each = chunk.first_token, chunk.stop_token, group.state_tokens
+        if (stripes := route.stripes) is not None:
+            stripe = stripes.source if is_source else stripes.destination
+            size = group.page_entries, tokens_of(view)
+            return StripedSpan(tuple(pages), first, stop, *size, each, stripes, stripe)
         return TokenSpan(
-            tuple(pages), chunk.first_token, chunk.stop_token, group.page_size, tokens_of(view)
+            tuple(pages), first // each, stop // each, group.page_entries, tokens_of(view)
         )
 
     def rows_of_pages(
@@ -108,7 +140,7 @@ class CacheLayers:
         Args:
             group: the route's source or destination, whichever is this cache's.
             heads: places of the route's heads in this cache.
-            pages: ids of `chunk.pages(group.page_size)`.
+            pages: ids of the chunk's pages in this cache.
             payload: uint8 `[chunk.nbytes(route)]`.
 
         Returns:
@@ -133,11 +165,11 @@ class CacheLayers:
         """The memory of a verbatim chunk's payload, in order. The cache must be in host memory. See
         `PagedCache.pieces`."""
         heads = slice(first_head, first_head + len(route.heads))
-        found: list[Pieces] = []
+        by_plane: list[Pieces] = []
         for layer in chunk.layers(route):
             planes, index = self.rows_of_pages(layer, group, heads, pages)
-            found += [_pieces(rows, index) for rows in planes]
-        return Pieces.together(found)
+            by_plane += [_pieces(rows, index) for rows in planes]
+        return Pieces.together(by_plane)
 
     def run_of_pages(self, route: Route, chunk: Chunk, pages: Sequence[int]) -> memoryview | None:
         """A verbatim chunk's payload in place, if it is one run of full pages of one layer; else None. The cache must
@@ -146,7 +178,7 @@ class CacheLayers:
         one_run = all(b - a == 1 for a, b in itertools.pairwise(pages))
         one_layer = chunk.stop_layer - chunk.first_layer == 1
         all_heads = len(route.heads) == len(self.geometry.heads(group))
-        full = chunk.stop_token % group.page_size == 0
+        full = chunk.stop_token % route.source_page_tokens == 0
         if not (one_run and one_layer and all_heads and full):
             return None
         (layer,) = chunk.layers(route)
@@ -166,7 +198,7 @@ class CacheLayers:
 
     def _parts_per_page(self, layer: int, group: Group) -> int:
         """Pages of the layer's view that make up one page of the engine."""
-        return int(group.page_size // tokens_of(self.by_number[layer].key))
+        return int(group.page_entries // tokens_of(self.by_number[layer].key))
 
 
 @functools.lru_cache(maxsize=8)

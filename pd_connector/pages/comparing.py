@@ -17,7 +17,7 @@ from pd_connector.kv.coding import Elements, Part
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.copiers import Copier, as_tensor
 from pd_connector.pages.row_matrix import Words
-from pd_connector.pages.spans import Index
+from pd_connector.pages.spans import Index, common_tokens
 from pd_connector.pages.tiles import untiled
 from pd_connector.plan.chunks import Chunk, planes
 from pd_connector.plan.route import Route
@@ -48,7 +48,7 @@ def distances(
     """Compare a payload with the pages that hold the chunk's tokens.
 
     Args:
-        pages: ids of `chunk.pages(route.destination.page_size)`; -1: no longer here, and not compared.
+        pages: ids of `chunk.destination_pages(route)`; -1: no longer here, and not compared.
         payload: uint8 `[chunk.nbytes(route)]`, only read.
 
     Returns:
@@ -57,21 +57,20 @@ def distances(
     Raises:
         IndexError: a page is outside this cache.
     """
-    size = route.destination.page_size
-    numbers = np.asarray(chunk.pages(size))
+    numbers = np.asarray(chunk.destination_pages(route))
     here = np.asarray(pages) >= 0
     if not here.any():
         return []
     present = [max(page, 0) for page in pages]
-    tokens = np.arange(chunk.first_token, chunk.stop_token)
-    page_of_token = tokens // size - numbers[0]
+    tokens = _tokens(route, chunk)
+    page_of_token = tokens // route.destination_page_tokens - numbers[0]
     kept = here[page_of_token]
     tokens, page_of_token = tokens[kept], page_of_token[kept]
     begins = np.flatnonzero(np.diff(page_of_token, prepend=-1))
     pairs = (_verbatim if chunk.verbatim else _coded)(
         layers, copier, route, chunk, present, payload
     )
-    found = []
+    results = []
     for layer, part, ours, theirs in pairs:
         apart, own = (squares[:, kept] for squares in _squares(ours, theirs))
         by_token = _by_token(apart, own)
@@ -79,7 +78,7 @@ def distances(
             first + int(part_of.argmax())
             for first, part_of in zip(begins, np.split(by_token, begins[1:]), strict=True)
         ]
-        found.append(
+        results.append(
             Distance(
                 layer,
                 part,
@@ -93,7 +92,15 @@ def distances(
                 moved=_moved(tokens, by_token, apart),
             )
         )
-    return found
+    return results
+
+
+def _tokens(route: Route, chunk: Chunk) -> Index:
+    """The first token of each entry of the chunk: those that both sides hold."""
+    if route.stripes is None:
+        return np.arange(chunk.first_token, chunk.stop_token, route.source.state_tokens)
+    shared = common_tokens(route.stripes, chunk.first_token, chunk.stop_token)
+    return shared[:: route.source.state_tokens]
 
 
 _Pair = tuple[int, Part, torch.Tensor, torch.Tensor]
@@ -115,12 +122,12 @@ def _coded(
         key, value = route.source.scale(plane.layer)
         source = Elements(route.source.dtype, value if plane.part is Part.VALUE else key)
         key, value = route.destination.scale(plane.layer)
-        wanted = Elements(route.destination.dtype, value if plane.part is Part.VALUE else key)
+        target = Elements(route.destination.dtype, value if plane.part is Part.VALUE else key)
         coded = as_tensor(payload[plane.offset : plane.offset + plane.nbytes]).to(device)
-        theirs = load_codec(route.codec).decode(plane.part, coded, plane.shape, source, wanted)
+        theirs = load_codec(route.codec).decode(plane.part, coded, plane.shape, source, target)
         view = layers.view(plane)[:, heads]
         ours = torch.empty(plane.shape, dtype=view.dtype, device=device)
-        span = layers.tokens(chunk, plane.layer, route.destination, pages)
+        span = layers.destination_tokens(route, chunk, plane.layer, pages)
         copier.read(view, span, ours)
         yield plane.layer, plane.part, ours, theirs.view(view.dtype).view(plane.shape)
 
@@ -136,8 +143,13 @@ def _verbatim(
     """Whole pages as the cache stores them: the payload is viewed with the strides of the cache's own pages."""
     group = route.destination
     heads = slice(route.destination_head, route.destination_head + len(route.heads))
-    base = chunk.first_token // group.page_size * group.page_size
-    tokens = slice(chunk.first_token - base, chunk.stop_token - base)
+    # Places of the chunk's entries from the first page's first entry on.
+    held = _tokens(route, chunk)
+    if route.stripes is not None:
+        _, size, interleave = route.stripes.destination
+        held = held // (interleave * size) * interleave + held % interleave
+    base = chunk.destination_pages(route).start * group.page_entries
+    tokens = held // group.state_tokens - base
     first = 0
     for layer in chunk.layers(route):
         planes, index = layers.rows_of_pages(layer, group, heads, pages)
@@ -195,8 +207,8 @@ def _summed(x: torch.Tensor) -> Squares:
     dims = x.shape[-1]
     segment = _SEGMENT if dims % _SEGMENT == 0 else dims
     summed = x.square().unflatten(-1, (-1, segment)).sum(-1)
-    found: Squares = summed.cpu().numpy().astype(np.float64)
-    return found
+    result: Squares = summed.cpu().numpy().astype(np.float64)
+    return result
 
 
 def _by_page(apart: Squares, own: Squares, begins: Index) -> list[float]:
@@ -225,13 +237,13 @@ def _moved(tokens: Index, by_token: Squares, apart: Squares) -> list[Moved]:
     order = np.argsort(-by_token, kind="stable")[:MOST_MOVED]
     order = order[by_token[order] > MOVED]
     sums = apart.sum(axis=(0, 2))
-    found = zip(*(each[order].tolist() for each in (tokens, by_token, sums)), strict=True)
-    return [Moved(*one) for one in found]
+    rows = zip(*(each[order].tolist() for each in (tokens, by_token, sums)), strict=True)
+    return [Moved(*row) for row in rows]
 
 
 def _worst(apart: Squares, whole: Squares) -> Squares:
     """The largest distance over heads and segments."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(apart > 0, apart / whole, 0.0)
-    found: Squares = np.sqrt(ratio.max(axis=(0, 2)))
-    return found
+    largest: Squares = np.sqrt(ratio.max(axis=(0, 2)))
+    return largest

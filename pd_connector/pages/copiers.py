@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from pd_connector.pages.row_matrix import RowMatrix, Words
-from pd_connector.pages.spans import Index, TokenSpan
+from pd_connector.pages.spans import Index, Span
 from pd_connector.pages.tiles import is_tiled, read_tiles, write_tiles
 
 _SMALL_PAGE_BYTES = 16 * 1024
-"""Largest page that is written as rows, many pages at a time: page by page, Python's own time would dominate. Larger
-pages are written page by page in memory order, which is faster for them."""
+"""Largest page that is written as rows, many pages in one call: one call per small page would cost mostly Python's overhead.
+Larger pages are written one by one in memory order, which is faster for them."""
 
 
 class Copier(Protocol):
@@ -26,11 +26,11 @@ class Copier(Protocol):
     `[head, token, dim]`, rows uint8 `[page, head, bytes]`. Buffers are in host memory.
     """
 
-    def read(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
+    def read(self, view: torch.Tensor, span: Span, plane: torch.Tensor) -> None:
         """Fill `plane`, dense and on the cache's device, from the cache."""
         ...
 
-    def write(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
+    def write(self, view: torch.Tensor, span: Span, plane: torch.Tensor) -> None:
         """Write `plane`, on the cache's device, into the cache."""
         ...
 
@@ -53,7 +53,7 @@ class HostCopier:
     def __init__(self) -> None:
         self._matrices: dict[Hashable, RowMatrix | None] = {}
 
-    def read(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
+    def read(self, view: torch.Tensor, span: Span, plane: torch.Tensor) -> None:
         if is_tiled(view):
             read_tiles(view, span.page_spans(), plane)
             return
@@ -66,11 +66,12 @@ class HostCopier:
         for page, first, stop, start in span.page_spans():
             target[:, start : start + stop - first] = source[page, :, first:stop]
 
-    def write(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
+    def write(self, view: torch.Tensor, span: Span, plane: torch.Tensor) -> None:
         if is_tiled(view):
             write_tiles(view, span.page_spans(), plane.contiguous())
             return
-        matrix = self._matrix(view) if view[0].nbytes <= _SMALL_PAGE_BYTES else None
+        by_rows = span.scattered or view[0].nbytes <= _SMALL_PAGE_BYTES
+        matrix = self._matrix(view) if by_rows else None
         if matrix is not None:
             values = _bits(plane.contiguous()).numpy()
             matrix.put(span.row_numbers(view.shape[1], matrix.steps), values)
@@ -109,24 +110,32 @@ class TorchCopier:
     """Copies by torch's operations, on the current stream: for a GPU without Triton, and for chunks that kernels
     do not move. Copies from and to buffers may still run when a call returns."""
 
-    def read(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
+    def read(self, view: torch.Tensor, span: Span, plane: torch.Tensor) -> None:
+        if span.scattered:
+            page, within = _on(view.device, *span.places())
+            _bits(plane).copy_(_bits(view)[page, :, within].transpose(0, 1))
+            return
         spans = span.page_spans()
-        index = torch.tensor([one.page for one in spans], device=view.device)
+        index = torch.tensor([each.page for each in spans], device=view.device)
         picked = _bits(view).index_select(0, index).permute(1, 0, 2, 3).flatten(1, 2)
         _bits(plane).copy_(picked[:, spans[0].first : spans[0].first + plane.shape[1]])
 
-    def write(self, view: torch.Tensor, span: TokenSpan, plane: torch.Tensor) -> None:
+    def write(self, view: torch.Tensor, span: Span, plane: torch.Tensor) -> None:
         target, source = _bits(view), _bits(plane)
-        for page, first, stop, start in span.page_spans():
-            target[page, :, first:stop] = source[:, start : start + stop - first]
+        if span.scattered:
+            page, within = _on(view.device, *span.places())
+            target[page, :, within] = source.transpose(0, 1)
+            return
+        for number, first, stop, start in span.page_spans():
+            target[number, :, first:stop] = source[:, start : start + stop - first]
 
     def take_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
         picked = rows.index_select(0, torch.from_numpy(index).to(rows.device))
         torch.from_numpy(buffer).copy_(picked, non_blocking=True)
 
     def put_rows(self, rows: torch.Tensor, index: Index, buffer: Words) -> None:
-        found = as_tensor(buffer).to(rows.device, non_blocking=True)
-        rows[torch.from_numpy(index).to(rows.device)] = found
+        values = as_tensor(buffer).to(rows.device, non_blocking=True)
+        rows[torch.from_numpy(index).to(rows.device)] = values
 
 
 def as_tensor(data: Words) -> torch.Tensor:
@@ -146,10 +155,14 @@ def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
     return rows.as_strided((pages, 1, together), (rows.stride(0), together, 1))
 
 
+def _on(device: torch.device, *index: Index) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.from_numpy(numbers).to(device) for numbers in index)
+
+
 def _row_numbers(matrix: RowMatrix, index: Index, heads: int) -> Index:
     by_page, by_head = matrix.steps
-    found: Index = (index[:, None] * by_page + np.arange(heads) * by_head).reshape(-1)
-    return found
+    numbers: Index = (index[:, None] * by_page + np.arange(heads) * by_head).reshape(-1)
+    return numbers
 
 
 def _words(view: torch.Tensor) -> Words:
@@ -161,8 +174,8 @@ def _words(view: torch.Tensor) -> Words:
 
 def _like(x: torch.Tensor, words: Words | None) -> Words:
     """A tensor as words, as wide as `words` if that is given and `x` is dense."""
-    found: Words = _bits(x).numpy()
-    return found if words is None else found.view(words.dtype)
+    bits: Words = _bits(x).numpy()
+    return bits if words is None else bits.view(words.dtype)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

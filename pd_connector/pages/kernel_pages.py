@@ -145,7 +145,7 @@ class KernelPages:
         """Queue the kernel that copies a chunk out of its pages.
 
         Args:
-            pages: ids of `chunk.pages(route.source.page_size)`.
+            pages: ids of `chunk.source_pages(route)`.
             payload: uint8 `[chunk.nbytes(route)]`, dense, on the cache's device, aligned to 16
                 bytes; every byte is written.
 
@@ -163,14 +163,14 @@ class KernelPages:
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: torch.Tensor
     ) -> torch.Tensor | None:
         """Queue the kernel that copies a payload into its pages; see `gather`. `payload` is only read. `pages`
-        are ids of `chunk.pages(route.destination.page_size)`. The sums are those of the bytes that were read."""
+        are ids of `chunk.destination_pages(route)`. The sums are those of the bytes that were read."""
         launch = self._launch(route, chunk, pages, payload, gathers=False)
         return launch and _run(scatter_pages, launch)
 
     def begin_gather(
-        self, route: Route, chunk: Chunk, pages: Sequence[int], filled: Payload
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> Moving | None:
-        """Queue all work that brings a chunk into a slot. Returns None if kernels cannot take the chunk.
+        """Queue all work that brings a chunk into a slot (`payload`). Returns None if kernels cannot take the chunk.
 
         A kernel writes directly to a slot on the device. For a slot in host memory, the kernel writes to device
         memory, and a copy engine moves the bytes on. A kernel that wrote across the bus would take multiprocessors
@@ -180,9 +180,9 @@ class KernelPages:
         Raises:
             IndexError: a page is outside this cache.
         """
-        nbytes = len(filled)
-        if isinstance(filled, DeviceBytes):
-            sums = self.gather(route, chunk, pages, filled.tensor)
+        nbytes = len(payload)
+        if isinstance(payload, DeviceBytes):
+            sums = self.gather(route, chunk, pages, payload.tensor)
             if sums is None:
                 return None
             return Moving(_to_host(sums), nbytes, record(self._device))
@@ -190,9 +190,9 @@ class KernelPages:
         sums = self.gather(route, chunk, pages, staging.room[:nbytes])
         if sums is None:
             return None
-        found = _to_host(sums)
-        self._stagings.unload(staging, torch.from_numpy(np.frombuffer(filled, np.uint8)))
-        return Moving(found, nbytes, staging.free)
+        on_host = _to_host(sums)
+        self._stagings.unload(staging, torch.from_numpy(np.frombuffer(payload, np.uint8)))
+        return Moving(on_host, nbytes, staging.free)
 
     def stage(self, payload: Payload) -> None:
         """Begin to copy the payload of the scatter after the next one."""
@@ -270,14 +270,14 @@ class KernelPages:
         whole = self._make_part(route, 0, count, verbatim, gathers).planes
         if whole is None:
             return
-        known = {(whole.wide, whole.step)}
+        seen = {(whole.wide, whole.step)}
         yield whole.stand_in()
-        if known == {(True, "none")}:
+        if seen == {(True, "none")}:
             return
         for layer in range(count):
             planes = self._make_part(route, layer, layer + 1, verbatim, gathers).planes
-            if planes is not None and (planes.wide, planes.step) not in known:
-                known.add((planes.wide, planes.step))
+            if planes is not None and (planes.wide, planes.step) not in seen:
+                seen.add((planes.wide, planes.step))
                 yield planes.stand_in()
 
     def _make_part(

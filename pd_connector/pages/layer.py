@@ -16,7 +16,8 @@ class LayerPages(NamedTuple):
     """One layer's cache, viewed as K and V. A page of these views may be a part of the engine's page.
 
     Attributes:
-        key: `[page, kv head, token, dim]`, any strides; the latent of MLA. On the host also tiled,
+        key: `[page, kv head, token, dim]`, any strides; the latent of MLA. If there is an entry for several tokens
+            (`Group.state_tokens`), its third axis counts entries. On the host also tiled,
             `[page, kv head, token tile, token, dim tile, dim]`.
         value: the same for V; None for a latent.
         planes: the same memory as bytes, each `[page, kv head, bytes]`, or `[page, 1, bytes]` if heads do not
@@ -51,8 +52,8 @@ def check_states(layer: int, pages: StatePages, geometry: Geometry, group: Group
         )
     for section, view in zip(group.sections, pages.sections, strict=True):
         units = len(geometry.shard.heads(section.units))
-        wanted = units, section.rows, section.dim
-        good = view.ndim == 4 and tuple(view.shape[1:]) == wanted
+        expected = units, section.rows, section.dim
+        good = view.ndim == 4 and tuple(view.shape[1:]) == expected
         if not good or view.element_size() != STATE_BYTES.get(section.dtype):
             raise UnsupportedGeometryError(
                 f"{section.name} of layer {layer} has shape {tuple(view.shape)} and {view.dtype}: wanted "
@@ -63,25 +64,25 @@ def check_states(layer: int, pages: StatePages, geometry: Geometry, group: Group
 def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group) -> None:
     """Raises UnsupportedGeometryError if a layer differs from the geometry."""
     heads = len(geometry.heads(group))
-    known = group.dtype in DTYPES
+    has_dtype = group.dtype in DTYPES
     views = [(pages.key, group.key_dim)]
     if pages.value is not None:
         views.append((pages.value, group.value_dim))
     elif group.value_dim:
         raise UnsupportedGeometryError(f"cache of layer {layer} has no V of {group.value_dim} dims")
     for view, dim in views:
-        good = view.ndim == 4 or (known and is_tiled(view) and view.device.type == "cpu")
-        good = good and view.shape[1] == heads and group.page_size % tokens_of(view) == 0
-        if known:
+        good = view.ndim == 4 or (has_dtype and is_tiled(view) and view.device.type == "cpu")
+        good = good and view.shape[1] == heads and group.page_entries % tokens_of(view) == 0
+        if has_dtype:
             good = good and dims_of(view) == dim and view.dtype == DTYPES[group.dtype]
         if not good:
             raise UnsupportedGeometryError(
                 f"cache of layer {layer} has shape {tuple(view.shape)} and {view.dtype}: wanted "
-                f"[page, {heads} heads, tokens that divide {group.page_size}, {dim}] of "
+                f"[page, {heads} heads, tokens that divide {group.page_entries}, {dim}] of "
                 f"{group.dtype}"
             )
     if not pages.planes:
-        if group.layout or not known:
+        if group.layout or not has_dtype:
             raise UnsupportedGeometryError(
                 f"cache of layer {layer} ({group.dtype}, layout {group.layout}) has pages that are "
                 "not dense: such pages can be moved only if the dtype is known and the layout has no name"
@@ -89,10 +90,10 @@ def check_layer(layer: int, pages: LayerPages, geometry: Geometry, group: Group)
         return
     count, tokens = len(pages.key), tokens_of(pages.key)
     apart = heads if group.heads_apart else 1
-    wanted = count, apart, heads // apart * tokens * token_bytes(group)
-    found = {(*plane.shape[:2], sum(p.shape[2] for p in pages.planes)) for plane in pages.planes}
-    if found != {wanted}:
+    expected = count, apart, heads // apart * tokens * token_bytes(group)
+    actual = {(*plane.shape[:2], sum(p.shape[2] for p in pages.planes)) for plane in pages.planes}
+    if actual != {expected}:
         shapes = ", ".join(str(tuple(plane.shape)) for plane in pages.planes)
         raise UnsupportedGeometryError(
-            f"cache of layer {layer} has planes of shape {shapes}: wanted {wanted} together"
+            f"cache of layer {layer} has planes of shape {shapes}: wanted {expected} together"
         )

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from pd_connector.pages.kernel_pages import KernelPages, Moving
 
 
-class GatherCall(NamedTuple):
-    """The arguments of one `PagedCache.gather`; the slot has exactly the payload's bytes."""
+class _Gather(NamedTuple):
+    """The arguments of one `OneAhead.gather`."""
 
     route: Route
     chunk: Chunk
     pages: Sequence[int]
-    slot: Payload
+    payload: Payload
     fence: torch.cuda.Event | None
 
-    def same(self, other: "GatherCall") -> bool:
-        """Whether both calls ask for the same bytes in the same place."""
+    def same(self, other: "_Gather") -> bool:
+        """Whether both gather the same bytes into the same memory."""
         return (
             self.route is other.route
             and self.chunk == other.chunk
             and self.fence is other.fence
-            and address_of(self.slot) == address_of(other.slot)
+            and address_of(self.payload) == address_of(other.payload)
             and list(self.pages) == list(other.pages)
         )
 
@@ -49,22 +49,38 @@ class OneAhead:
     def __init__(self, kernels: "KernelPages", stream: "torch.cuda.Stream | None") -> None:
         self._kernels = kernels
         self._stream = stream
-        self._next_call: GatherCall | None = None
+        self._next_gather: _Gather | None = None
         self._next_payload: Payload | None = None
-        self._begun: tuple[GatherCall, Moving] | None = None
+        self._begun: tuple[_Gather, Moving] | None = None
         self._settled = True
 
-    def gather(self, call: GatherCall) -> bytes | None:
-        """Gather; returns the payload's checksum, or None if kernels cannot take the chunk."""
-        moving = self._take(call) or self._begin(call)
-        following, self._next_call = self._next_call, None
-        if following is not None and moving is not None and not _share_slot(call, following):
+    def gather(
+        self,
+        route: Route,
+        chunk: Chunk,
+        pages: Sequence[int],
+        payload: Payload,
+        fence: torch.cuda.Event | None,
+    ) -> bytes | None:
+        """Fill a payload, uint8 `[chunk.nbytes(route)]`, with a chunk. Returns its checksum, or None if kernels cannot
+        take the chunk."""
+        gather = _Gather(route, chunk, pages, payload, fence)
+        moving = self._take(gather) or self._begin(gather)
+        following, self._next_gather = self._next_gather, None
+        if following is not None and moving is not None and not _share_slot(gather, following):
             self._begin_early(following)
         return moving.finish() if moving is not None else None
 
-    def gather_next(self, call: GatherCall) -> None:
-        """The probable arguments of `gather` after the next call."""
-        self._next_call, self._settled = call, False
+    def gather_next(
+        self,
+        route: Route,
+        chunk: Chunk,
+        pages: Sequence[int],
+        payload: Payload,
+        fence: torch.cuda.Event | None,
+    ) -> None:
+        """Announce the `gather` that probably follows the next one."""
+        self._next_gather, self._settled = _Gather(route, chunk, pages, payload, fence), False
 
     def scatter(
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
@@ -84,37 +100,37 @@ class OneAhead:
         """Drop begun work, after waiting for its end."""
         if self._settled:
             return
-        self._next_call = self._next_payload = None
+        self._next_gather = self._next_payload = None
         begun, self._begun = self._begun, None
         if begun is not None:
             begun[1].finish()
         self._kernels.settle()
         self._settled = True
 
-    def _take(self, call: GatherCall) -> "Moving | None":
-        """This gather, if it was begun. Another gather that was begun in its place is dropped."""
+    def _take(self, gather: _Gather) -> "Moving | None":
+        """This gather, if it was begun early. Another gather that was begun early is dropped."""
         begun, self._begun = self._begun, None
         if begun is None:
             return None
-        if begun[0].same(call):
+        if begun[0].same(gather):
             return begun[1]
         begun[1].finish()  # its slot is lent again
         return None
 
-    def _begin(self, call: GatherCall) -> "Moving | None":
-        return self._kernels.begin_gather(call.route, call.chunk, call.pages, call.slot)
+    def _begin(self, gather: _Gather) -> "Moving | None":
+        return self._kernels.begin_gather(gather.route, gather.chunk, gather.pages, gather.payload)
 
-    def _begin_early(self, call: GatherCall) -> None:
-        if self._stream is not None and call.fence is not None:
-            self._stream.wait_event(call.fence)
+    def _begin_early(self, gather: _Gather) -> None:
+        if self._stream is not None and gather.fence is not None:
+            self._stream.wait_event(gather.fence)
         try:
-            moving = self._begin(call)
+            moving = self._begin(gather)
         except (IndexError, ValueError):  # the gather's own call will raise it
             return
         if moving is not None:
-            self._begun = call, moving
+            self._begun = gather, moving
 
 
-def _share_slot(one: GatherCall, other: GatherCall) -> bool:
-    """Whether both fill the same slot: then the call expected between them was not made."""
-    return address_of(one.slot) == address_of(other.slot)
+def _share_slot(first: _Gather, second: _Gather) -> bool:
+    """Whether both fill the same slot: then the gather that was expected between them was not made."""
+    return address_of(first.payload) == address_of(second.payload)

@@ -19,8 +19,8 @@ from pd_connector.kv.geometry import Geometry, Group
 from pd_connector.memory.device_bytes import Payload
 from pd_connector.memory.pieces import Pieces
 from pd_connector.pages.cache_layers import CacheLayers
-from pd_connector.pages.layer import LayerPages
-from pd_connector.pages.one_ahead import GatherCall, OneAhead
+from pd_connector.pages.layer import LayerPages, StatePages
+from pd_connector.pages.one_ahead import OneAhead
 from pd_connector.pages.own_stream import own_streams, own_thread
 from pd_connector.pages.plane_copies import PlaneCopies
 from pd_connector.plan.chunks import Chunk
@@ -31,7 +31,7 @@ from pd_connector.protocol.consuming.audit import Distance
 if TYPE_CHECKING:
     from pd_connector.pages.kernel_pages import KernelPages
 
-__all__ = ["LayerPages", "PagedCache"]
+__all__ = ["LayerPages", "PagedCache", "StatePages"]
 
 logger = logging.getLogger("pd_connector.pages.paged_cache")
 
@@ -56,7 +56,7 @@ class PagedCache:
 
     def __init__(
         self,
-        layers: Mapping[int, LayerPages],
+        layers: Mapping[int, LayerPages | StatePages],
         geometry: Geometry,
         *,
         by_kernels: bool | None = None,
@@ -69,8 +69,10 @@ class PagedCache:
         self._device = self._layers.device
         self._stream: torch.cuda.Stream | None
         self._stream, copies = own_streams(self._device)
-        wanted = self._stream is not None if by_kernels is None else by_kernels
-        self._kernels = _kernels(self._layers.by_number, self._device, copies) if wanted else None
+        use_kernels = self._stream is not None if by_kernels is None else by_kernels
+        self._kernels = (
+            _kernels(self._layers.by_number, self._device, copies) if use_kernels else None
+        )
         self._ahead = OneAhead(self._kernels, self._stream) if self._kernels else None
 
     @property
@@ -103,9 +105,12 @@ class PagedCache:
 
     @property
     def largest_page_bytes(self) -> int:
-        """Bytes of one page of one layer, in the group with the largest pages."""
+        """Bytes of what passes undivided: one page of one layer, in the group with the largest pages, or one unit of a
+        state."""
         return max(
-            len(self.geometry.heads(group)) * group.page_size * token_bytes(group)
+            max(section.unit_bytes for section in group.sections)
+            if group.kind == "state"
+            else len(self.geometry.heads(group)) * group.page_entries * token_bytes(group)
             for group in self.geometry.groups
         )
 
@@ -114,7 +119,9 @@ class PagedCache:
         seconds if kernels must be compiled; another thread compiles them."""
         if self._kernels is None:
             return True
-        done = [self._kernels.prepare(route, gathers=gathers) for route in routes]  # begin all
+        done = [
+            self._kernels.prepare(route, gathers=gathers) for route in routes if route.plain
+        ]  # begin all
         return all(done)
 
     def fence(self) -> torch.cuda.Event | None:
@@ -140,7 +147,7 @@ class PagedCache:
         in host memory or on the device, so the transport needs no knowledge of streams.
 
         Args:
-            pages: ids of `chunk.pages(route.source.page_size)`.
+            pages: ids of `chunk.source_pages(route)`.
             slot: in host memory, or on the cache's device (`slot_device`).
 
         Raises:
@@ -150,14 +157,14 @@ class PagedCache:
         nbytes = chunk.nbytes(route)
         if len(slot) < nbytes:
             raise ValueError(f"slot of {len(slot)} bytes: the chunk has {nbytes} bytes")
-        call = GatherCall(route, chunk, pages, slot[:nbytes], fence)
+        payload = slot[:nbytes]
         self.last_checksum = None
         with self._streamed(fence):
-            if self._ahead is not None:
-                self.last_checksum = self._ahead.gather(call)
+            if self._ahead is not None and route.plain:
+                self.last_checksum = self._ahead.gather(route, chunk, pages, payload, fence)
             if self.last_checksum is None:
-                self.last_checksum = self._copies.fill(call)
-        return call.slot
+                self.last_checksum = self._copies.fill(route, chunk, pages, payload)
+        return payload
 
     def gather_next(
         self,
@@ -171,8 +178,8 @@ class PagedCache:
         follow, whether or not that `gather` comes. The slot must be free. Pages may belong to another request by
         then: the bytes read count only if that `gather` is called."""
         nbytes = chunk.nbytes(route)
-        if self._ahead is not None and len(slot) >= nbytes:
-            self._ahead.gather_next(GatherCall(route, chunk, pages, slot[:nbytes], fence))
+        if self._ahead is not None and route.plain and len(slot) >= nbytes:
+            self._ahead.gather_next(route, chunk, pages, slot[:nbytes], fence)
 
     def scatter_next(self, payload: Payload) -> None:
         """Announce the probable payload of the `scatter` after the next one, as `gather_next`: a device copies it early."""
@@ -195,7 +202,7 @@ class PagedCache:
         """Write a landed chunk's tokens into pages of this cache.
 
         Args:
-            pages: ids of `chunk.pages(route.destination.page_size)`.
+            pages: ids of `chunk.destination_pages(route)`.
 
         Raises:
             IndexError: a page is outside this cache.
@@ -207,7 +214,7 @@ class PagedCache:
             )
         self.last_checksum = None
         with self._streamed(fence):
-            if self._ahead is not None:
+            if self._ahead is not None and route.plain:
                 self.last_checksum = self._ahead.scatter(route, chunk, pages, payload)
             if self.last_checksum is None:
                 self.last_checksum = self._copies.empty(route, chunk, pages, payload)
@@ -223,7 +230,7 @@ class PagedCache:
         """Distance between a landed chunk and the pages' contents. Nothing is written.
 
         Args:
-            pages: ids of `chunk.pages(route.destination.page_size)`; -1: no longer held.
+            pages: ids of `chunk.destination_pages(route)`; -1: no longer held.
 
         Returns:
             One distance for K and one for V of each layer. None for caches whose elements cannot be read as
@@ -238,8 +245,8 @@ class PagedCache:
                 f"payload of {len(payload)} bytes: the chunk has {chunk.nbytes(route)} bytes"
             )
         with self._streamed(fence):
-            self.last_checksum, found = self._copies.compare(route, chunk, pages, payload)
-            return found
+            self.last_checksum, distances = self._copies.compare(route, chunk, pages, payload)
+            return distances
 
     def pieces(
         self, group: Group, first_head: int, route: Route, chunk: Chunk, pages: Sequence[int]
@@ -250,7 +257,7 @@ class PagedCache:
         Args:
             group: the route's source or destination, whichever is this cache's.
             first_head: place of the route's first head in this cache.
-            pages: ids of `chunk.pages(group.page_size)`.
+            pages: ids of the chunk's pages in this cache.
 
         Raises:
             IndexError: a page is outside this cache.

@@ -14,8 +14,8 @@ from pd_connector.memory.device_slab import filled_on_host
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.comparing import distances
 from pd_connector.pages.copiers import Copier, HostCopier, TorchCopier, as_tensor
-from pd_connector.pages.one_ahead import GatherCall
 from pd_connector.pages.row_matrix import Words
+from pd_connector.pages.state_copies import gather_states, scatter_states
 from pd_connector.plan.chunks import Chunk, Plane, planes
 from pd_connector.plan.route import Route
 from pd_connector.protocol.consuming.audit import Distance, can_compare
@@ -46,6 +46,9 @@ class PlaneCopies:
 
     def gather(self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words) -> None:
         """Fill a payload, uint8 `[chunk.nbytes(route)]`; see `PagedCache.gather`."""
+        if route.section is not None:
+            gather_states(self._layers.states, route, chunk, pages, payload)
+            return
         heads = slice(route.source_head, route.source_head + len(route.heads))
         if chunk.verbatim:
             where = route, chunk, route.source, heads, pages
@@ -53,7 +56,7 @@ class PlaneCopies:
                 self.copier.take_rows(rows, index, part)
             return
         for plane in planes(route, chunk):
-            span = self._layers.tokens(chunk, plane.layer, route.source, pages)
+            span = self._layers.source_tokens(route, chunk, plane.layer, pages)
             view = self._layers.view(plane)[:, heads]
             out = torch.from_numpy(payload[plane.offset : plane.offset + plane.nbytes])
             if route.codec == "raw" and not self._on_gpu:  # the bits unchanged
@@ -62,13 +65,16 @@ class PlaneCopies:
             x = torch.empty(plane.shape, dtype=view.dtype, device=self._device)
             self.copier.read(view, span, x)
             coded = torch.empty_like(out, device=self._device) if self._on_gpu else out
-            source, wanted = _elements(route.source, plane), _elements(route.destination, plane)
-            load_codec(route.codec).encode(plane.part, x, source, wanted, coded)
+            source, target = _elements(route.source, plane), _elements(route.destination, plane)
+            load_codec(route.codec).encode(plane.part, x, source, target, coded)
             if coded is not out:
                 out.copy_(coded, non_blocking=True)
 
     def scatter(self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words) -> None:
         """Write a payload into pages; see `PagedCache.scatter`. The payload is only read."""
+        if route.section is not None:
+            scatter_states(self._layers.states, route, chunk, pages, payload)
+            return
         heads = slice(route.destination_head, route.destination_head + len(route.heads))
         if chunk.verbatim:
             where = route, chunk, route.destination, heads, pages
@@ -84,25 +90,26 @@ class PlaneCopies:
                 _elements(route.source, plane),
                 _elements(route.destination, plane),
             )
-            span = self._layers.tokens(chunk, plane.layer, route.destination, pages)
+            span = self._layers.destination_tokens(route, chunk, plane.layer, pages)
             self.copier.write(self._layers.view(plane)[:, heads], span, decoded)
 
-    def fill(self, call: GatherCall) -> bytes | None:
-        """As `PagedCache.gather`."""
-        route, chunk, pages, slot, _ = call
-        with filled_on_host(slot) as payload:
-            self.gather(route, chunk, pages, np.frombuffer(payload, np.uint8))
+    def fill(
+        self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
+    ) -> bytes | None:
+        """As `PagedCache.gather`, into exactly the payload's bytes."""
+        with filled_on_host(payload) as data:
+            self.gather(route, chunk, pages, np.frombuffer(data, np.uint8))
             self._wait()
-            if isinstance(slot, DeviceBytes):
-                return checksum_of(payload)
+            if isinstance(payload, DeviceBytes):
+                return checksum_of(data)
         return None
 
     def empty(
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> bytes | None:
         """As `PagedCache.scatter`."""
-        found, summed = self._on_host(route, payload)
-        self.scatter(route, chunk, pages, np.frombuffer(found, np.uint8))
+        on_host, summed = self._on_host(route, payload)
+        self.scatter(route, chunk, pages, np.frombuffer(on_host, np.uint8))
         self._wait()
         return summed
 
@@ -110,10 +117,10 @@ class PlaneCopies:
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> tuple[bytes | None, list[Distance]]:
         """As `PagedCache.compare`."""
-        found, summed = self._on_host(route, payload)
+        on_host, summed = self._on_host(route, payload)
         if not can_compare(route):
             return summed, []
-        words = np.frombuffer(found, np.uint8)
+        words = np.frombuffer(on_host, np.uint8)
         away = distances(self._layers, self.copier, route, chunk, pages, words)
         self._wait()
         return summed, away
@@ -123,8 +130,8 @@ class PlaneCopies:
         still write into the slot."""
         if not isinstance(payload, DeviceBytes):
             return payload, None
-        found = payload.to_host()
-        return found, checksum_of(found)
+        copied = payload.to_host()
+        return copied, checksum_of(copied)
 
 
 def _elements(group: Group, plane: Plane) -> Elements:

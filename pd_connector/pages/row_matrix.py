@@ -57,8 +57,8 @@ class RowMatrix(NamedTuple):
 
     def put(self, index: Index, values: Words) -> None:
         """Write dense bytes into these rows; no row may be named twice."""
-        target, found = self._alike(len(index), values)
-        target[index] = found
+        target, source = self._alike(len(index), values)
+        target[index] = source
 
     def _alike(self, count: int, dense: Words) -> tuple[Words, Words]:
         """The matrix and `count` dense rows, as views in words that fit both."""

@@ -116,6 +116,6 @@ def _wait(event: "torch.cuda.Event | None", stream: "torch.cuda.Stream | None") 
         event.wait(stream)
 
 
-def _same(one: Payload, other: Payload) -> bool:
+def _same(payload: Payload, other: Payload) -> bool:
     """Whether these are the same bytes in memory."""
-    return (address_of(one), len(one)) == (address_of(other), len(other))
+    return (address_of(payload), len(payload)) == (address_of(other), len(other))

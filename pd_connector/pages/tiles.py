@@ -90,8 +90,8 @@ def _pairs(
         for cut in _tile_spans(first, stop, tile_tokens):
             part = tiles[page, :, cut.tiles, cut.within]
             begin = start + cut.first - first
-            found = dense[:, begin : begin + cut.stop - cut.first]
-            yield part, found.reshape(part.shape)  # splits an axis in two: still a view
+            tokens = dense[:, begin : begin + cut.stop - cut.first]
+            yield part, tokens.reshape(part.shape)  # splits an axis in two: still a view
 
 
 def _tile_spans(first: int, stop: int, tile: int) -> Iterator[TileSpan]:

@@ -4,7 +4,7 @@
 Both sides compute the plan from the same inputs, by the rules of the schema that they have agreed on
 (`rules.py`); a chunk that arrives is checked against it. A chunk's payload is in wire order, `[layer][K|V][kv head][token][dim]`, each `[layer][K|V]` a plane
 that its codec codes by itself (`planes` says where each lies); or, `verbatim`, whole pages,
-`[layer][page][kv head][bytes]`.
+`[layer][page][kv head][bytes]`. A chunk of a state is `[layer][unit][row][dim]`, of one section.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,15 @@ from typing import NamedTuple
 
 from pd_connector.kv.coding import Elements, Part, coding
 from pd_connector.kv.geometry import page_span
-from pd_connector.plan.cuts import Cut, cut_edges, cut_route
+from pd_connector.plan.cuts import Cut, cut_edges, cut_route, cut_state
 from pd_connector.plan.route import Route
-from pd_connector.plan.sizes import layer_bytes, page_part_bytes, parts, span_bytes
+from pd_connector.plan.sizes import (
+    layer_bytes,
+    page_part_bytes,
+    parts,
+    span_bytes,
+    state_bytes,
+)
 
 READ_CHUNK_BYTES = 4 * 1024 * 1024
 """Limit of a chunk that the consumer reads from a send slot. The few that are under way at a time
@@ -27,7 +33,12 @@ CHUNK_S = 0.03
 
 
 class Chunk(NamedTuple):
-    """Tokens [first_token, stop_token) of the prompt in some layers of one route."""
+    """Tokens [first_token, stop_token) of the prompt in some layers of one route: those that both sides hold.
+
+    A chunk of a state has it as it stands after tokens [0, first_token), and `stop_token` is the same. Its layers and
+    units are one list, layer by layer, and `first_layer` and `stop_layer` are places in it: a layer's state can be
+    larger than a slot.
+    """
 
     sequence: int
     route: int  # place in the pair's routes
@@ -43,19 +54,37 @@ class Chunk(NamedTuple):
 
     def layers(self, route: Route) -> tuple[int, ...]:
         """In model numbering."""
-        return route.layers[self.first_layer : self.stop_layer]
+        if route.section is None:
+            return route.layers[self.first_layer : self.stop_layer]
+        units = len(route.heads)
+        return route.layers[self.first_layer // units : -(-self.stop_layer // units)]
 
-    def pages(self, page_size: int) -> range:
-        """Pages of the prompt, of `page_size` tokens each, that hold the chunk's tokens."""
-        return page_span(self.first_token, self.stop_token, page_size)
+    def pages(self, page_tokens: int) -> range:
+        """Pages of the prompt, of `page_tokens` tokens each, that hold the chunk's tokens."""
+        return page_span(self.first_token, self.stop_token, page_tokens)
+
+    def source_pages(self, route: Route) -> range:
+        """Places in the source's page table of the pages that hold the chunk: one for a state."""
+        return self.pages(route.source_page_tokens) if route.section is None else range(1)
+
+    def destination_pages(self, route: Route) -> range:
+        """The same in the destination's page table."""
+        return self.pages(route.destination_page_tokens) if route.section is None else range(1)
+
+    def entries(self, route: Route) -> int:
+        """Entries (one K and V, one latent) of each layer and head."""
+        if route.plain:
+            return self.stop_token - self.first_token
+        return route.entries(self.first_token, self.stop_token)
 
     def nbytes(self, route: Route) -> int:
         """Bytes of the payload."""
         layers = self.stop_layer - self.first_layer
         if self.verbatim:
-            pages = len(self.pages(route.source.page_size))
-            return layers * pages * page_part_bytes(route)
-        return layers * layer_bytes(route, self.tokens)
+            return layers * len(self.source_pages(route)) * page_part_bytes(route)
+        if route.section is not None:
+            return layers * route.section.unit_bytes
+        return layers * layer_bytes(route, self.entries(route))
 
 
 class Plane(NamedTuple):
@@ -63,9 +92,32 @@ class Plane(NamedTuple):
 
     layer: int  # in model numbering
     part: Part
-    shape: tuple[int, int, int]  # head, token, dim
+    shape: tuple[int, int, int]  # head, entry, dim
     offset: int
     nbytes: int
+
+
+class UnitRange(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a payload: some units of one layer's section."""
+
+    layer: int  # in model numbering
+    units: slice  # places in the route's heads
+    offset: int
+    nbytes: int
+
+
+def unit_ranges(route: Route, chunk: Chunk) -> Iterator[UnitRange]:
+    """Where each layer's units lie in the payload of a chunk of a state: `[unit][row][dim]` each."""
+    assert route.section is not None
+    count, each, offset = len(route.heads), route.section.unit_bytes, 0
+    place = chunk.first_layer
+    while place < chunk.stop_layer:
+        layer, first = divmod(place, count)
+        stop = min(count, first + chunk.stop_layer - place)
+        nbytes = (stop - first) * each
+        yield UnitRange(route.layers[layer], slice(first, stop), offset, nbytes)
+        offset += nbytes
+        place += stop - first
 
 
 def planes(route: Route, chunk: Chunk) -> Iterator[Plane]:
@@ -88,10 +140,10 @@ def planes(route: Route, chunk: Chunk) -> Iterator[Plane]:
     1 value (2, 40, 64) 30720 10240
     """
     coded_bytes, elements = coding(route.codec).coded_bytes, Elements(route.source.dtype)
-    offset = 0
+    offset, entries = 0, chunk.entries(route)
     for layer in chunk.layers(route):
         for part, dim in parts(route.source):
-            shape = len(route.heads), chunk.tokens, dim
+            shape = len(route.heads), entries, dim
             nbytes = coded_bytes(part, shape, elements)
             yield Plane(layer, part, shape, offset, nbytes)
             offset += nbytes
@@ -104,16 +156,18 @@ def plan(
     chunk_bytes: int,
     *,
     streamed: bool = False,
+    state_token: int = 0,
 ) -> tuple[Chunk, ...]:
-    """Chunks that carry tokens [first_token, stop_token), in sending order: by token, then layer.
+    """Chunks that carry tokens [first_token, stop_token), in sending order: by token, then layer. States come last.
 
     Args:
         chunk_bytes: bytes of a payload, at most.
+        state_token: states pass as they stand after this number of tokens; 0: none passes.
         streamed: the layers are computed meanwhile: a chunk takes few of them, so that it need
             not wait for the others.
 
     Raises:
-        ValueError: one page (of a verbatim route) or one token of one layer exceeds
+        ValueError: one page (of a verbatim route), one entry of one layer or one unit of a state exceeds
             `chunk_bytes`; or the range begins within a page that can only pass as a whole.
 
     >>> from pd_connector.kv.geometry import Geometry, Group, Shard
@@ -131,8 +185,12 @@ def plan(
     3 1 2 512 1000 253952 True
     """
     cuts: list[Cut] = []
+    states: list[Cut] = []
     for number, route in enumerate(routes):
-        cuts += cut_route(number, route, first_token, stop_token, chunk_bytes, streamed)
+        if route.section is None:
+            cuts += cut_route(number, route, first_token, stop_token, chunk_bytes, streamed)
+        elif state_token:
+            states += cut_state(number, route, state_token, chunk_bytes)
     if len(routes) > 1:
         cuts.sort()
     return tuple(
@@ -144,7 +202,7 @@ def plan(
             stop_layer,
             stop_token,
             verbatim,
-        ) in enumerate(cut_edges(routes, cuts))
+        ) in enumerate([*cut_edges(routes, cuts), *states])
     )
 
 
@@ -183,12 +241,16 @@ def chunk_limit(
     >>> chunk_limit(pair, tokens=8192, slot_bytes=4 << 20, bytes_per_s=30e6)
     900000
     """
-    few = [(r, min(tokens, r.rules.min_chunk_tokens)) for r in routes]
+    kv = [route for route in routes if route.section is None]
+    few = [(r, min(tokens, r.rules.min_chunk_tokens)) for r in kv]
     least = max((span_bytes(r, r.verbatim, count) for r, count in few), default=1)
-    total = sum(len(r.layers) * layer_bytes(r, tokens) for r in routes)
+    total = sum(len(r.layers) * span_bytes(r, False, tokens) for r in kv)
+    if len(kv) < len(routes):
+        least = max(least, *(r.section.unit_bytes for r in routes if r.section is not None))
+        total += sum(map(state_bytes, routes))
     wished = min(total // 4, slot_bytes if bytes_per_s is None else int(bytes_per_s * CHUNK_S))
     if read:
-        in_pages = direct and all(route.verbatim for route in routes)
+        in_pages = direct and all(route.verbatim for route in kv)
         wished = min(wished, DIRECT_CHUNK_BYTES if in_pages else READ_CHUNK_BYTES)
     return max(least_chunk_limit(routes, slot_bytes), min(slot_bytes, max(least, wished)))
 

@@ -11,20 +11,22 @@ from pd_connector.plan.sizes import page_part_bytes, span_bytes
 
 Cut = tuple[int, int, int, int, int, bool]
 """A chunk that has no number yet: its first token, route, first layer, stop layer, stop token, and
-whether it is verbatim. Cuts sort in sending order. Bare tuples, because thousands are made."""
+whether it is verbatim. See `Chunk` for a state's. Cuts sort in sending order. Bare tuples, because thousands are made."""
 
 
 def cut_route(
     number: int, route: Route, first_token: int, stop_token: int, chunk_bytes: int, streamed: bool
 ) -> list[Cut]:
-    """The chunks of one route. What passes verbatim comes first, then the rest of the last page."""
+    """The chunks of one route of KV. What passes verbatim comes first, then the rest of the last page. They begin and
+    end at whole entries."""
+    stop_token -= stop_token % route.source.state_tokens
     first = route.first_token(first_token, stop_token)
-    if first == stop_token:
+    if first >= stop_token:
         return []
-    verbatim = route.verbatim and first % route.source.page_size == 0
+    verbatim = route.verbatim and first % route.source_page_tokens == 0
     if not verbatim and route.source.dtype not in ELEMENT_BYTES:
         raise ValueError(
-            f"token {first} is inside a page of {route.source.page_size}: pages of "
+            f"token {first} is inside a page of {route.source_page_tokens}: pages of "
             f"{route.source.dtype} pass as a whole only"
         )
     whole = _whole_until(route, stop_token) if verbatim else stop_token
@@ -35,7 +37,30 @@ def cut_route(
     if whole < stop_token:
         shape = _shape(route, False, stop_token - whole, chunk_bytes, False)
         cuts += _cut_span(number, route, whole, stop_token, False, shape)
+    if route.stripes is not None:
+        return [cut for cut in cuts if route.entries(cut[0], cut[4])]
     return cuts
+
+
+def cut_state(number: int, route: Route, state_token: int, chunk_bytes: int) -> list[Cut]:
+    """The chunks of one route of a state, which stands after `state_token` tokens.
+
+    Raises:
+        ValueError: one unit exceeds `chunk_bytes`.
+    """
+    assert route.section is not None
+    each = route.section.unit_bytes
+    if each > chunk_bytes:
+        raise ValueError(
+            f"chunk of {chunk_bytes} bytes: a unit of {route.section.name} has {each}; raise slot_mib (config)"
+        )
+    count = len(route.layers) * len(route.heads)
+    pieces = _divided_up(count, chunk_bytes // each)
+    edges = [count * piece // pieces for piece in range(pieces + 1)]
+    return [
+        (state_token, number, first, stop, state_token, False)
+        for first, stop in itertools.pairwise(edges)
+    ]
 
 
 def cut_edges(routes: Sequence[Route], cuts: Sequence[Cut]) -> list[Cut]:
@@ -51,11 +76,11 @@ def _whole_until(route: Route, stop_token: int) -> int:
     """The token up to which whole pages pass. A last page that would bring `spare_bytes` which
     nobody wants passes as its tokens; but not of a window, which begins at any token: only whole
     pages may ignore where."""
-    group = route.source
-    if route.destination.window or group.dtype not in ELEMENT_BYTES:
+    size = route.source_page_tokens
+    if route.destination.window or route.source.dtype not in ELEMENT_BYTES:
         return stop_token
-    filled, spare = stop_token % group.page_size, -stop_token % group.page_size
-    token_bytes = len(route.layers) * page_part_bytes(route) // group.page_size
+    filled, spare = stop_token % size, -stop_token % size
+    token_bytes = len(route.layers) * page_part_bytes(route) // size
     return stop_token - filled if spare * token_bytes >= route.rules.spare_bytes else stop_token
 
 
@@ -93,6 +118,7 @@ def _pieces(routes: Sequence[Route], whole: Cut) -> list[Cut]:
             for first, stop in itertools.pairwise(edges)
         ]
     step = max(rules.min_chunk_tokens, route.token_step)
+    step = _divided_up(step, route.source.state_tokens) * route.source.state_tokens
     each = _divided_up(_divided_up(tokens, pieces), step) * step
     edges = [first_token, *range(first_token // each * each + each, stop_token, each), stop_token]
     return [
@@ -111,15 +137,19 @@ def _shape(
     def size(count: int) -> int:
         return span_bytes(route, verbatim, min(count, tokens))
 
-    rules, step = route.rules, route.token_step
+    rules, step, entry = route.rules, route.token_step, route.source.state_tokens
     count = _divided_up(min(tokens, rules.chunk_tokens), step) * step
     while size(count) > chunk_bytes:
-        if count <= step and (verbatim or count == 1):
+        if count <= step and (verbatim or count <= entry):
             raise ValueError(
                 f"chunk of {chunk_bytes} bytes: {count} tokens of one layer have {size(count)}; "
                 "raise slot_mib (config)"
             )
-        count = max(step, count // 2 // step * step) if count > step else count // 2
+        count = (
+            max(step, count // 2 // step * step)
+            if count > step
+            else max(entry, count // 2 // entry * entry)
+        )
     layers = len(route.layers)
     if streamed:
         return min(_divided_up(layers, rules.streamed_rows), chunk_bytes // size(count)), count

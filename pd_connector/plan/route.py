@@ -4,19 +4,21 @@ ranks' geometries; both sides compute the same routes.
 """
 
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.coding import ELEMENT_BYTES, FP8_E4M3, RAW, Elements, negotiate
-from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.geometry import Geometry, Group, Section, Shard
+from pd_connector.plan.fit import check, unlike
 from pd_connector.plan.rules import NEWEST_RULES, PlanRules
+from pd_connector.plan.stripes import Stripes, common
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Layers and heads of one group that pass from one rank to a group of another rank.
+    """Layers and heads of one group that pass from one rank to a group of another rank. The heads of a route of a
+    state are units of one section.
 
     `routes` makes each route once. Routes are compared by identity, so that they are fast keys of
     caches.
@@ -31,6 +33,34 @@ class Route:
     codec: str
     verbatim: bool  # whole pages may pass as they are, without a codec
     rules: PlanRules  # by which its tokens are cut into chunks
+    section: Section | None = None  # of a state, which passes along this route; None: KV of tokens
+    stripes: Stripes | None = None  # the tokens that both sides hold; None: both hold all
+
+    @functools.cached_property
+    def source_page_tokens(self) -> int:
+        """Tokens of the sequence for which a table of the source has one page."""
+        return self.source.page_size * (self.stripes.source.size if self.stripes else 1)
+
+    @functools.cached_property
+    def destination_page_tokens(self) -> int:
+        """Tokens of the sequence for which a table of the destination has one page."""
+        return self.destination.page_size * (self.stripes.destination.size if self.stripes else 1)
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether there is an entry for each token, and both sides hold all of them."""
+        return self.section is None and self.stripes is None and self.source.state_tokens == 1
+
+    def entries(self, first_token: int, stop_token: int) -> int:
+        """Entries (one K and V, one latent) that pass of tokens [first_token, stop_token)."""
+        if self.stripes is None:
+            return (stop_token - first_token) // self.source.state_tokens
+        return self.stripes.count(first_token, stop_token) // self.source.state_tokens
+
+    def most_entries(self, tokens: int) -> int:
+        """Entries that pass of `tokens` tokens in a row, at most."""
+        most = tokens if self.stripes is None else self.stripes.most(tokens)
+        return -(-most // self.source.state_tokens)
 
     @property
     def error_of(self) -> str:
@@ -41,66 +71,94 @@ class Route:
         """The first token of [first_token, stop_token) that passes.
 
         It is the first one that the destination's window keeps. If whole pages can pass, it is the
-        first token of that one's page.
+        first token of that one's page. If there is an entry for several tokens, it is the first of them.
         """
         if not self.destination.window:
-            return first_token
+            return first_token - first_token % self.source.state_tokens
         kept = max(0, stop_token - self.destination.window + 1)
-        page_start = kept - kept % self.source.page_size
+        kept -= kept % self.source.state_tokens
+        page_start = kept - kept % self.source_page_tokens
         if self.verbatim and page_start >= first_token:
             return page_start
-        return max(first_token, kept)
+        return max(first_token - first_token % self.source.state_tokens, kept)
 
-    @property
+    @functools.cached_property
     def token_step(self) -> int:
         """Tokens between places where pages begin on both sides, if one page size divides the other."""
-        return max(self.source.page_size, self.destination.page_size)
+        return max(self.source_page_tokens, self.destination_page_tokens)
 
 
-def served(source: Shard, destination: Shard, heads: int) -> range:
+Splits = tuple[bool, bool]
+"""Whether the tokens are shared among context-parallel ranks: the producer's, the consumer's."""
+
+
+def served(source: Shard, destination: Shard, heads: int, splits: Splits = (False, False)) -> range:
     """The heads, of a layer with `heads` KV heads, that `source` sends to `destination`.
 
-    If several ranks of the producer hold the same heads, the ranks of the consumer share them
+    If several ranks of the producer hold the same heads (of the same tokens), the ranks of the consumer share them
     out: each asks one of them. See also `shared_layers`.
 
     >>> served(Shard(0, 2, tp_rank=0, tp_size=2), Shard(0, 2, tp_rank=1, tp_size=4), heads=8)
     range(2, 4)
     """
     here, there = source.heads(heads), destination.heads(heads)
-    common = range(max(here.start, there.start), min(here.stop, there.stop))
-    have, want = source.replicas(heads), destination.replicas(heads)
-    if have <= want:
-        chosen = destination.replica(heads) % have == source.replica(heads)
-    else:
-        chosen = source.replica(heads) % want == destination.replica(heads)
-    return common if chosen and common else range(0)
+    both = range(max(here.start, there.start), min(here.stop, there.stop))
+    have, want = _copies(source, destination, heads, splits)
+    (number, count), (other, wanted) = have, want
+    chosen = other % count == number if count <= wanted else number % wanted == other
+    return both if chosen and both else range(0)
+
+
+def _copies(
+    source: Shard, destination: Shard, heads: int, splits: Splits
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The place of each side's rank among those that hold the same, and their number."""
+    ours, theirs = splits
+    return (
+        (source.replica(heads, split=ours), source.replicas(heads, split=ours)),
+        (destination.replica(heads, split=theirs), destination.replicas(heads, split=theirs)),
+    )
 
 
 def shared_layers(
-    source: Shard, destination: Shard, heads: int, layers: tuple[int, ...]
+    source: Shard,
+    destination: Shard,
+    heads: int,
+    layers: tuple[int, ...],
+    splits: Splits = (False, False),
 ) -> tuple[int, ...]:
     """The part of `layers` that `source` sends to `destination`.
 
     That is all of them, unless the producer has more ranks with the same heads than the consumer:
     then several of them serve `destination`, and each sends a run of the layers.
     """
-    have, want = source.replicas(heads), destination.replicas(heads)
+    (number, have), (other, want) = _copies(source, destination, heads, splits)
     if have <= want:
         return layers
-    servers = len(range(destination.replica(heads), have, want))
-    index = source.replica(heads) // want
+    servers = len(range(other, have, want))
+    index = number // want
     return layers[len(layers) * index // servers : len(layers) * (index + 1) // servers]
 
 
 def meet(source: Shard, destination: Shard, heads: Iterable[int]) -> bool:
-    """Whether anything passes from `source` to `destination`.
+    """Whether anything can pass from `source` to `destination`.
+
+    Without context parallelism, it does pass. With it, the geometries say which tokens do, and perhaps none.
 
     Args:
-        heads: numbers of KV heads that the model's layers have.
+        heads: numbers of KV heads, and of units of states, that the model's layers have.
     """
-    return max(source.first_layer, destination.first_layer) < min(
+    if max(source.first_layer, destination.first_layer) >= min(
         source.stop_layer, destination.stop_layer
-    ) and any(served(source, destination, total) for total in set(heads))
+    ):
+        return False
+    if source.cp_size > 1 or destination.cp_size > 1:
+        return any(_overlap(source.heads(total), destination.heads(total)) for total in set(heads))
+    return any(served(source, destination, total) for total in set(heads))
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def routes(
@@ -144,10 +202,49 @@ def _routes(
     rules: PlanRules,
 ) -> tuple[Route, ...]:
     for name, geometry in (("producer", source), ("consumer", destination)):
-        _check(name, geometry)
-    pairs = ((ours, theirs) for ours in source.groups for theirs in destination.groups)
-    found = (_route(source, destination, *pair, offered, accepted, rules) for pair in pairs)
-    return tuple(route for route in found if route)
+        check(name, geometry)
+    found: list[Route] = []
+    for ours in source.groups:
+        for theirs in destination.groups:
+            layers = tuple(sorted(set(ours.layers) & set(theirs.layers)))
+            if not layers:
+                continue
+            if problem := unlike(ours, theirs, layers):
+                raise UnsupportedGeometryError(problem)
+            pair = source, destination, ours, theirs, layers
+            if ours.kind == "state":
+                found += _state_routes(*pair, rules)
+            elif route := _route(*pair, offered, accepted, rules):
+                found.append(route)
+    return tuple(found)
+
+
+def _state_routes(
+    source: Geometry,
+    destination: Geometry,
+    ours: Group,
+    theirs: Group,
+    layers: tuple[int, ...],
+    rules: PlanRules,
+) -> Iterator[Route]:
+    """What passes of states: a route for each section, because each is shared among ranks by itself."""
+    for section in ours.sections:
+        shards = source.shard, destination.shard
+        units = served(*shards, section.units)
+        passing = shared_layers(*shards, section.units, layers)
+        if units and passing:
+            yield Route(
+                source=ours,
+                destination=theirs,
+                layers=passing,
+                heads=units,
+                source_head=units.start - source.shard.heads(section.units).start,
+                destination_head=units.start - destination.shard.heads(section.units).start,
+                codec=RAW.name,
+                verbatim=False,
+                rules=rules,
+                section=section,
+            )
 
 
 def _route(
@@ -155,19 +252,18 @@ def _route(
     destination: Geometry,
     ours: Group,
     theirs: Group,
+    layers: tuple[int, ...],
     offered: tuple[str, ...],
     accepted: tuple[str, ...],
     rules: PlanRules,
 ) -> Route | None:
-    """What passes from a group of the producer to one of the consumer; None if they share nothing."""
-    layers = tuple(sorted(set(ours.layers) & set(theirs.layers)))
-    if not layers:
-        return None
-    if problem := _unlike(ours, theirs, layers):
-        raise UnsupportedGeometryError(problem)
-    heads = served(source.shard, destination.shard, ours.heads)
-    layers = shared_layers(source.shard, destination.shard, ours.heads, layers)
-    if not layers or not heads:
+    """What passes from a group of the producer to one of the consumer; None if nothing does."""
+    stripe, other = source.stripe(ours), destination.stripe(theirs)
+    splits = stripe.size > 1, other.size > 1
+    stripes = common(stripe, other)
+    heads = served(source.shard, destination.shard, ours.heads, splits)
+    layers = shared_layers(source.shard, destination.shard, ours.heads, layers, splits)
+    if not layers or not heads or (stripes is not None and not stripes.tokens):
         return None
     codec = _codec(ours, theirs, offered, accepted)
     verbatim = codec == RAW.name and _alike(source, destination, ours, theirs, layers, heads)
@@ -187,61 +283,8 @@ def _route(
         codec=codec,
         verbatim=verbatim,
         rules=rules,
+        stripes=stripes,
     )
-
-
-def _check(side: str, geometry: Geometry) -> None:
-    shard = geometry.shard
-    if shard.tp_rank >= shard.tp_size:
-        raise UnsupportedGeometryError(f"{side} is rank {shard.tp_rank} of {shard.tp_size}")
-    seen: set[int] = set()
-    for group in geometry.groups:
-        if twice := seen.intersection(group.layers):
-            raise UnsupportedGeometryError(f"{side} has layer {min(twice)} twice")
-        seen.update(group.layers)
-        if group.heads % shard.tp_size and shard.tp_size % group.heads:
-            raise UnsupportedGeometryError(
-                f"{side} shares {group.heads} KV heads among {shard.tp_size} ranks: "
-                "one must divide the other"
-            )
-        if group.scales and len(group.scales) != len(group.layers):
-            raise UnsupportedGeometryError(
-                f"{side} has {len(group.scales)} scales for {len(group.layers)} layers"
-            )
-        if not all(0 < scale < math.inf for pair in group.scales for scale in pair):
-            raise UnsupportedGeometryError(f"{side} has scales {group.scales}: must be above 0")
-
-
-def _unlike(ours: Group, theirs: Group, layers: tuple[int, ...]) -> str:
-    """Why KV cannot pass from one group to the other; empty if it can."""
-    where = f"layers {layers[0]}-{layers[-1]}"
-    for name in ("kind", "heads", "key_dim", "value_dim"):
-        if getattr(ours, name) != getattr(theirs, name):
-            return (
-                f"{where}: producer / consumer differ in {name} "
-                f"{getattr(ours, name)} / {getattr(theirs, name)}"
-            )
-    if ours.kind == "recurrent":
-        return (
-            f"{where}: recurrent state ({ours.layout} / {theirs.layout}, page size "
-            f"{ours.page_size} / {theirs.page_size}) cannot be moved"
-        )
-    if ours.window and not 0 < theirs.window <= ours.window:
-        wanted = theirs.window or "all"
-        return (
-            f"{where}: producer keeps a window of {ours.window} tokens, consumer wants {wanted}; "
-            "start both engines with the hybrid KV cache manager, or both without it"
-        )
-    known = ours.dtype in ELEMENT_BYTES and theirs.dtype in ELEMENT_BYTES
-    same = [getattr(ours, n) == getattr(theirs, n) for n in ("dtype", "layout", "page_size")]
-    if not known and not all(same):
-        return (
-            f"{where}: cache dtype {ours.dtype} / {theirs.dtype}, layout {ours.layout} / "
-            f"{theirs.layout}, page size {ours.page_size} / {theirs.page_size}: "
-            f"only {', '.join(ELEMENT_BYTES)} can be converted, others must be alike: start both engines with the "
-            "same --kv-cache-dtype, --block-size and attention backend"
-        )
-    return ""
 
 
 def _codec(ours: Group, theirs: Group, offered: Sequence[str], accepted: Sequence[str]) -> str:
@@ -266,6 +309,7 @@ def _alike(
             for name in ("page_size", "dtype", "layout")
         )
         and all(ours.scale(layer) == theirs.scale(layer) for layer in layers)
+        and source.stripe(ours) == destination.stripe(theirs)
     )
     whole = source.heads(ours) == destination.heads(theirs) == heads
     return same and (whole or (ours.heads_apart and theirs.heads_apart))

@@ -48,5 +48,6 @@ RULES: dict[int, PlanRules] = {
         edge_cuts=2,
     )
 }
+RULES[2] = RULES[1]
 """By schema (`protocol/wire/messages.py`). Rules of a schema that was released are never changed."""
 NEWEST_RULES = RULES[max(RULES)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine lets the other processes of its host know: the model that it has loaded, as the pool knows it, and how fast
-it loads chunks. Its API server reads it, which has neither weights nor pages."""
+"""What an engine advertises to the other processes of its host: its model, and how fast it loads chunks. Its API server, which
+has neither weights nor pages, reads it."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ import msgspec
 
 
 class AdvertisedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, as its scheduler tells it."""
+    """One engine, as its scheduler advertises it."""
 
     engine: str
     """Its `engine_id`, which ends with `_dp` and a number for each data-parallel rank."""
@@ -25,18 +25,20 @@ class AdvertisedEngine(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self)
 
 
-def advertised_engines(told: Iterable[bytes]) -> Iterator[AdvertisedEngine]:
-    """The engines among what processes tell (`Store.told`)."""
-    for about in told:
+def advertised_engines(published: Iterable[bytes]) -> Iterator[AdvertisedEngine]:
+    """The engines among what processes advertise (`Store.advertised`)."""
+    for about in published:
         try:
             yield msgspec.json.decode(about, type=AdvertisedEngine)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue  # being written, or of another version
 
 
-def find_engine(told: Iterable[bytes], engine: str) -> AdvertisedEngine | None:
-    """The engine of this id among what processes tell (`Store.told`), or one of its data-parallel ranks. None: it has not
-    told its model."""
+def find_engine(published: Iterable[bytes], engine: str) -> AdvertisedEngine | None:
+    """The engine of this id among what processes advertise (`Store.advertised`), or one of its data-parallel ranks. None: it has
+    not advertised its model."""
     own = re.compile(re.escape(engine) + r"(_dp\d+)?")
-    known = (one for one in advertised_engines(told) if one.model and own.fullmatch(one.engine))
-    return next(known, None)
+    matching = (
+        each for each in advertised_engines(published) if each.model and own.fullmatch(each.engine)
+    )
+    return next(matching, None)

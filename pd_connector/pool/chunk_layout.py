@@ -143,7 +143,7 @@ def places(form: Sequence[Run], geometry: Geometry) -> list[Place]:
     Args:
         geometry: of the writer.
     """
-    found: list[Place] = []
+    layer_places: list[Place] = []
     offset = 0
     for run in form:
         group = group_of(geometry, run.layers[0])
@@ -151,9 +151,9 @@ def places(form: Sequence[Run], geometry: Geometry) -> list[Place]:
         nbytes = sum(bytes_by_plane(run, group, len(geometry.heads(group))))
         offset = -(-offset // RUN_ALIGNMENT) * RUN_ALIGNMENT
         for layer in run.layers:
-            found.append(Place(layer, offset, nbytes))
+            layer_places.append(Place(layer, offset, nbytes))
             offset += nbytes
-    return found
+    return layer_places
 
 
 def wire_view(heads: int, dim: int, offset: int) -> View:
@@ -239,9 +239,9 @@ def _run_problem(run: Run, group: Group, heads: int) -> str:
             return f"a view that ends at element {view.stop(run.view_pages)} of {room}"
     dims = [dim for _, dim in parts(group)]
     if group.dtype in ELEMENT_BYTES:
-        found = [math.prod(view.shape) // (heads * view.tokens) for view in views]
-        if found != dims:
-            return f"views of {found} dims, of {dims} in the cache"
+        view_dims = [math.prod(view.shape) // (heads * view.tokens) for view in views]
+        if view_dims != dims:
+            return f"views of {view_dims} dims, of {dims} in the cache"
     apart = sum(plane.nbytes * plane.heads for plane in run.planes)
     if any(plane.nbytes % ELEMENT_BYTES.get(group.dtype, 1) for plane in run.planes):
         return f"planes of {run.planes[0].nbytes} bytes a page, of {group.dtype}"

@@ -62,7 +62,7 @@ def plan_save(
     if not form:
         return SavePlan((), 0, ())
     every = ((run, *_held(run, geometry, tables, number)) for run in form)
-    held = [one for one in every if one[2]]
+    held = [each for each in every if each[2]]
     if not held:
         return None
     kept = tuple(msgspec.structs.replace(run, first_token=first) for run, first, _ in held)
@@ -150,7 +150,9 @@ def plan_load(
     span = LoadTokens(number, first_token, stop_token)
     span.check_tables(own, tables)
     for place, (geometry, needed) in enumerate(parts):
-        offsets = {one.layer: one.offset - needed.start for one in needed.places}
+        offsets = {
+            layer_place.layer: layer_place.offset - needed.start for layer_place in needed.places
+        }
         for run in needed.form:
             first, heads = span.start + run.first_token, _heads(run, geometry)
             whole = msgspec.structs.replace(run, first_token=0)  # routes do not depend on it
@@ -204,10 +206,10 @@ def _routes(run: Run, geometry: Geometry, own: Geometry) -> tuple[Route, ...]:
     groups = tuple(msgspec.structs.replace(group, window=0) for group in own.groups)
     whole = msgspec.structs.replace(own, groups=groups)
     try:
-        found = routes(at_rest(run, geometry), whole, (RAW.name,), (RAW.name,))
+        from_run = routes(at_rest(run, geometry), whole, (RAW.name,), (RAW.name,))
     except UnsupportedGeometryError as error:
         raise PoolError(Miss.UNLIKE, str(error)) from None
-    return tuple(replace(route, codec=run.codec) for route in found) if run.coded else found
+    return tuple(replace(route, codec=run.codec) for route in from_run) if run.coded else from_run
 
 
 def _heads(run: Run, geometry: Geometry) -> int:

@@ -11,19 +11,18 @@ _settings: dict[tuple[str, Path], PoolSettings | None] = {}
 
 
 def settings_of(value: object) -> PoolSettings | None:
-    """The value of the config key `pool`, checked once in a process: the check looks at every file of the pool, and opens its
-    folders.
+    """The value of the config key `pool`. It is checked once in a process, because the check looks at every file of the pool.
 
     Raises:
         ConfigError: the value is wrong, or a folder cannot be used.
     """
-    asked = repr(value), memory_folder()
-    if asked not in _settings:
+    key = repr(value), memory_folder()
+    if key not in _settings:
         settings = load(value)
         if settings is not None:
             settings.try_out()
-        _settings[asked] = settings
-    return _settings[asked]
+        _settings[key] = settings
+    return _settings[key]
 
 
 def open_pool(value: object) -> tuple[Store, PoolSettings] | None:

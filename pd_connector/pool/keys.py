@@ -96,10 +96,10 @@ def inputs_digest(inputs: Iterable[Input], number: int) -> bytes:
     """Digest of the inputs that begin in the prompt's chunk of this number; empty if there are none. An input counts
     in later chunks through their parent."""
     first = number * CHUNK_TOKENS
-    here = sorted(one for one in inputs if first <= one.offset < first + CHUNK_TOKENS)
+    here = sorted(each for each in inputs if first <= each.offset < first + CHUNK_TOKENS)
     if not here:
         return b""
-    parts = (part for one in here for part in (str(one.offset), one.content))
+    parts = (part for each in here for part in (str(each.offset), each.content))
     return _digest(b"pd-pool-inputs", *parts)
 
 
@@ -131,14 +131,14 @@ def extend(
         OverflowError: a token id has more than 32 bits.
     """
     data = memoryview(token_bytes(tokens))
-    begins = {one.offset // CHUNK_TOKENS for one in inputs}
-    found = []
+    begins = {each.offset // CHUNK_TOKENS for each in inputs}
+    keys = []
     for place in range(len(data) // CHUNK_BYTES):
         number = first_chunk + place
         here = inputs_digest(inputs, number) if number in begins else b""
         parent = link(parent, data[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES], here)
-        found.append(parent)
-    return found
+        keys.append(parent)
+    return keys
 
 
 def chain(

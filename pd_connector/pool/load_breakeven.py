@@ -44,7 +44,7 @@ class _Tier:
     Attributes:
         silent: the pause after it did not answer. No chunk of it is loaded until a probe is answered.
         slow: the pause after it was found too slow.
-        probed: its speed is that of a probe, which writes no page. The next load will tell.
+        probed: its speed is that of a probe, which writes no page. The next load measures it in full.
     """
 
     byte_s: float = 0.0  # seconds a byte
@@ -68,27 +68,27 @@ class LoadBreakeven:
 
     def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
         """A load from one tier has ended: these bytes were read, verified and written into pages in this time."""
-        known = self._tier(tier)
-        old = 1 - _NEW if known.measured and not known.probed else 0.0
-        known.byte_s = old * known.byte_s + (1 - old) * seconds / nbytes
-        known.measured, known.probed, known.silent = True, False, _Pause()
+        measured = self._tier(tier)
+        old = 1 - _NEW if measured.measured and not measured.probed else 0.0
+        measured.byte_s = old * measured.byte_s + (1 - old) * seconds / nbytes
+        measured.measured, measured.probed, measured.silent = True, False, _Pause()
 
     def bytes_per_s(self) -> dict[str, float]:
         """The measured speed of each tier that something was loaded from."""
-        known = ((name, tier) for name, tier in self._tiers.items() if tier.byte_s > 0)
-        return {name: 1 / tier.byte_s for name, tier in known}
+        measured = ((name, tier) for name, tier in self._tiers.items() if tier.byte_s > 0)
+        return {name: 1 / tier.byte_s for name, tier in measured}
 
     def silent(self, tier: str, now: float) -> None:
         """A tier did not answer in time."""
         self._tier(tier).silent.begin(now)
 
-    def probe(self, found: Sequence[tuple[str, int]], now: float) -> int | None:
+    def probe(self, hit: Sequence[tuple[str, int]], now: float) -> int | None:
         """The place of a chunk that is to be read as a probe, if its tier was left alone for long enough.
 
         Args:
-            found: as for `chunks`.
+            hit: as for `chunks`.
         """
-        for place, (name, _) in enumerate(found):
+        for place, (name, _) in enumerate(hit):
             tier = self._tier(name)
             for pause in (tier.silent, tier.slow):
                 if pause.is_over(now):
@@ -98,38 +98,38 @@ class LoadBreakeven:
 
     def probed(self, tier: str, nbytes: int, seconds: float) -> None:
         """A probe has ended: the tier has this speed at best."""
-        known = self._tier(tier)
-        known.silent = _Pause()
-        known.byte_s = seconds / nbytes
-        known.measured = known.probed = True
+        measured = self._tier(tier)
+        measured.silent = _Pause()
+        measured.byte_s = seconds / nbytes
+        measured.measured = measured.probed = True
 
-    def chunks(self, found: Sequence[tuple[str, int]], now: float) -> int:
+    def chunks(self, hit: Sequence[tuple[str, int]], now: float) -> int:
         """How many chunks of a hit to load, from its first one on.
 
         Args:
-            found: tier and bytes of each chunk, in the order of the prompt.
+            hit: tier and bytes of each chunk, in the order of the prompt.
             now: of any steady clock, in seconds.
         """
-        silent = (n for n, (tier, _) in enumerate(found) if self._tier(tier).silent.length_s)
-        found = found[: next(silent, len(found))]
-        best = self._best(found)
-        for tier in {tier for tier, _ in found[:best]}:
+        silent = (n for n, (tier, _) in enumerate(hit) if self._tier(tier).silent.length_s)
+        hit = hit[: next(silent, len(hit))]
+        best = self._best(hit)
+        for tier in {tier for tier, _ in hit[:best]}:
             if not self._tier(tier).probed:
                 self._tier(tier).slow = _Pause()
-        if best < len(found):
-            slow = self._tier(found[best][0]).slow
+        if best < len(hit):
+            slow = self._tier(hit[best][0]).slow
             if not slow.length_s:
                 slow.begin(now)
         return best
 
-    def _best(self, found: Sequence[tuple[str, int]]) -> int:
+    def _best(self, hit: Sequence[tuple[str, int]]) -> int:
         """The number of chunks that saves most time."""
         if self._token_s is None:
-            # Loads alone never tell how long computing takes: the last chunk of the next hit is computed.
-            measured = any(self._tier(name).measured for name, _ in found)
-            return len(found) - measured
+            # Loads never show how long computing takes: the last chunk of the next hit is computed, to measure it.
+            measured = any(self._tier(name).measured for name, _ in hit)
+            return len(hit) - measured
         best, most, saved = 0, 0.0, 0.0
-        for place, (name, nbytes) in enumerate(found):
+        for place, (name, nbytes) in enumerate(hit):
             saved += CHUNK_TOKENS * self._token_s - nbytes * self._tier(name).byte_s
             if saved >= most:
                 best, most = place + 1, saved

@@ -63,7 +63,7 @@ class ReadBuffer:
         self._regions: dict[int, mmap.mmap] = {}
 
     def room(self, place: int, nbytes: int) -> memoryview:
-        """Memory for a part; `place` tells the parts of a chunk apart, and -1 is for what is made of them."""
+        """Memory for a part. `place` is the part's number in its chunk; -1 is for what is made of the parts."""
         if nbytes and len(self._regions.get(place, b"")) < nbytes:
             self._regions[place] = mmap.mmap(-1, nbytes)
         return memoryview(self._regions[place] if nbytes else b"")[:nbytes]
@@ -101,12 +101,12 @@ class Loader:
             raise
 
     def _read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
-        (found,) = self._store.find([chunk.key])
-        if found is None:
+        (stored,) = self._store.find([chunk.key])
+        if stored is None:
             raise PoolError(Miss.EVICTED, f"chunk {chunk.number} is no longer there")
         parts: list[ReadPart] = []
         own = self._geometry
-        for name in needed_parts(found.parts, self._geometry):
+        for name in needed_parts(stored.parts, self._geometry):
             with self._store.read(chunk.key, name) as reading:
                 header, record = read_head(reading)
                 if problem := record_problem(record, chunk, facts, self._codecs):
@@ -119,8 +119,8 @@ class Loader:
                     continue
                 data = buffer.room(len(parts), needed.nbytes)
                 _fill(data, reading, record, needed, header.payload_offset)
-                told = record.writer.engine_id, writer_of(record), record.writer.codec
-                parts.append(ReadPart(record.geometry, needed, data, *told))
+                origin = record.writer.engine_id, writer_of(record), record.writer.codec
+                parts.append(ReadPart(record.geometry, needed, data, *origin))
         return ReadChunk(parts, own, sum(part.need.nbytes for part in parts))
 
 

@@ -30,23 +30,23 @@ class ReadPlan(NamedTuple):
     def ranges(self) -> list[tuple[int, int]]:
         """Offset and bytes of each range of the payload that must be read. It belongs at `offset - start` in the
         buffer."""
-        found: list[tuple[int, int]] = []
+        merged: list[tuple[int, int]] = []
         for _, offset, nbytes in self.places:
-            if found and sum(found[-1]) == offset:
-                found[-1] = found[-1][0], found[-1][1] + nbytes
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = merged[-1][0], merged[-1][1] + nbytes
             else:
-                found.append((offset, nbytes))
-        return found
+                merged.append((offset, nbytes))
+        return merged
 
 
 def needed_parts(names: Iterable[str], own: Geometry) -> list[str]:
     """The parts that have something for a rank with this geometry, of all parts of a chunk."""
-    found = []
+    needed = []
     for name in names:
         shard = part_shard(name)
         if shard is not None and any(_has_of(shard, own, group) for group in own.groups):
-            found.append(name)
-    return found
+            needed.append(name)
+    return needed
 
 
 def _has_of(shard: Shard, own: Geometry, group: Group) -> bool:
@@ -65,7 +65,7 @@ def need(form: Sequence[Run], geometry: Geometry, own: Geometry) -> ReadPlan | N
         form, geometry: of the part's record.
         own: see `record.readable`.
     """
-    wanted = {layer: group for group in own.groups for layer in group.layers}
+    own_groups = {layer: group for group in own.groups for layer in group.layers}
     kept: list[Run] = []
     for run in form:
         group = group_of(geometry, run.layers[0])
@@ -74,17 +74,19 @@ def need(form: Sequence[Run], geometry: Geometry, own: Geometry) -> ReadPlan | N
         layers = tuple(
             layer
             for layer in run.layers
-            if layer in wanted and _meet(heads, own.heads(wanted[layer]))
+            if layer in own_groups and _meet(heads, own.heads(own_groups[layer]))
         )
         if layers:
             kept.append(msgspec.structs.replace(run, layers=layers))
     here = {layer for run in kept for layer in run.layers}
-    found = tuple(place for place in places(form, geometry) if place.layer in here)
-    if not found:
+    layer_places = tuple(place for place in places(form, geometry) if place.layer in here)
+    if not layer_places:
         return None
-    start = found[0].offset // RUN_ALIGNMENT * RUN_ALIGNMENT
-    return ReadPlan(tuple(kept), found, start, found[-1].offset + found[-1].nbytes - start)
+    start = layer_places[0].offset // RUN_ALIGNMENT * RUN_ALIGNMENT
+    return ReadPlan(
+        tuple(kept), layer_places, start, layer_places[-1].offset + layer_places[-1].nbytes - start
+    )
 
 
-def _meet(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
+def _meet(heads: range, other: range) -> bool:
+    return max(heads.start, other.start) < min(heads.stop, other.stop)

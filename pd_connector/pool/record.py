@@ -102,7 +102,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def payload_bytes(self) -> int:
-        return max((one.offset + one.nbytes for one in self.layers), default=0)
+        return max((layer.offset + layer.nbytes for layer in self.layers), default=0)
 
 
 class Header(NamedTuple):
@@ -133,7 +133,7 @@ def payload_problem(
         needed: of `places(record.form, ...)`, such as `ReadPlan.places`.
         buffer: the payload from byte `start` on.
     """
-    sums = {one.layer: one.sum for one in record.layers}
+    sums = {each.layer: each.sum for each in record.layers}
     for layer, offset, nbytes in needed:
         data = buffer[offset - start : offset - start + nbytes]
         if len(data) != nbytes or layer_sum(data) != sums[layer]:
@@ -156,9 +156,9 @@ def encode(record: Record) -> bytes:
     if len(body) > MAX_RECORD_BYTES:
         raise PoolError(Miss.REFUSED, f"record of {len(body)} bytes: at most {MAX_RECORD_BYTES}")
     offset = -(-(HEADER.size + len(body)) // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
-    told = MAGIC, SCHEMA, len(body), offset, record.payload_bytes
-    summed = _head_sum(HEADER.pack(*told, bytes(SUM_BYTES)), body)
-    return (HEADER.pack(*told, summed) + body).ljust(offset, b"\0")
+    fields = MAGIC, SCHEMA, len(body), offset, record.payload_bytes
+    summed = _head_sum(HEADER.pack(*fields, bytes(SUM_BYTES)), body)
+    return (HEADER.pack(*fields, summed) + body).ljust(offset, b"\0")
 
 
 def read_header(data: bytes | memoryview) -> Header:
@@ -214,7 +214,7 @@ def decode(data: bytes | memoryview) -> Record:
 
 
 def record_problem(
-    record: Record, wanted: PromptChunk, facts: ModelFacts, codecs: Container[str]
+    record: Record, expected: PromptChunk, facts: ModelFacts, codecs: Container[str]
 ) -> tuple[Miss, str] | None:
     """Why this is not the wanted chunk; None if it is.
 
@@ -224,13 +224,13 @@ def record_problem(
         facts: the reader's model.
         codecs: in which the reader permits that KV has passed.
     """
-    if record.key != wanted.key:
-        return Miss.DAMAGED, f"file of chunk {record.key.hex()} stands for {wanted.key.hex()}"
+    if record.key != expected.key:
+        return Miss.DAMAGED, f"file of chunk {record.key.hex()} stands for {expected.key.hex()}"
     for name in ("parent", "number", "tokens", "inputs", "adapter", "salt"):
-        if getattr(record, name) != getattr(wanted, name):
+        if getattr(record, name) != getattr(expected, name):
             return (
                 Miss.UNLIKE,
-                f"chunk {wanted.key.hex()} was stored for another prompt: its {name} differ",
+                f"chunk {expected.key.hex()} was stored for another prompt: its {name} differ",
             )
     if record.writer.codec not in codecs:
         codec = record.writer.codec
@@ -255,8 +255,8 @@ def _problem(record: Record, header: Header) -> str:
         return "its key is not that of its tokens"
     if problem := _codec_problem(record) or form_problem(record.form, record.geometry):
         return problem
-    found = [(one.layer, one.offset, one.nbytes) for one in record.layers]
-    if found != places(record.form, record.geometry):
+    recorded = [(each.layer, each.offset, each.nbytes) for each in record.layers]
+    if recorded != places(record.form, record.geometry):
         return "its layers do not lie as its form says"
     if record.payload_bytes != header.payload_bytes:
         return f"payload of {header.payload_bytes} bytes, {record.payload_bytes} by its layers"

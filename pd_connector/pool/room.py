@@ -28,12 +28,12 @@ class Room(NamedTuple):
 
 def file_system(path: Path) -> str:
     """The type of the file system that has this path, or would have it; empty if nothing is there."""
-    wanted = os.path.realpath(path)
+    resolved = os.path.realpath(path)
     best, kind = "", ""
     for line in _lines(Path("/proc/self/mounts")):
         fields = line.split(" ")
         mount = fields[1].encode().decode("unicode_escape")  # a space is \040
-        inside = wanted == mount or wanted.startswith(mount.rstrip("/") + "/")
+        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
             best, kind = mount, fields[2]
     return kind

@@ -111,5 +111,5 @@ class Saver:
     def _lacks_draft(self, record: Record) -> bool:
         """Whether the chunk that is there has no KV of this record's draft model."""
         own = draft_mark(record.facts.draft)
-        (found,) = self._store.find([record.key]) if own else (None,)
-        return found is not None and any(part_draft(name) != own for name in found.parts)
+        (stored,) = self._store.find([record.key]) if own else (None,)
+        return stored is not None and any(part_draft(name) != own for name in stored.parts)

@@ -146,10 +146,10 @@ def _memory(given: Mapping[str, object], environment: Mapping[str, str]) -> Spac
         if budget < LEAST_BYTES:
             raise _too_much("pool", "true", LEAST_BYTES * DEFAULT_MEMORY_SHARE, rooms)
         return Space(path, budget, chosen=False)
-    asked = _size("memory", given["memory"])
-    if asked > rooms[0].nbytes:
-        raise _too_much("pool.memory", given["memory"], asked, rooms)
-    return Space(path, asked)
+    requested = _size("memory", given["memory"])
+    if requested > rooms[0].nbytes:
+        raise _too_much("pool.memory", given["memory"], requested, rooms)
+    return Space(path, requested)
 
 
 def _disk(given: Mapping[str, object]) -> Space | None:
@@ -174,10 +174,10 @@ def _disk(given: Mapping[str, object]) -> Space | None:
         if budget < LEAST_BYTES:
             raise _too_much("pool.dir", named, LEAST_BYTES * DEFAULT_DISK_SHARE, [room])
         return Space(path, budget, chosen=False)
-    asked = _size("disk", given["disk"])
-    if asked > free:
-        raise _too_much("pool.disk", given["disk"], asked, [room])
-    return Space(path, asked)
+    requested = _size("disk", given["disk"])
+    if requested > free:
+        raise _too_much("pool.disk", given["disk"], requested, [room])
+    return Space(path, requested)
 
 
 def _folder(named: object) -> Path:
@@ -192,12 +192,12 @@ def _folder(named: object) -> Path:
 
 def _size(name: str, value: object) -> int:
     """Bytes of a size such as `16GiB`. Raises ConfigError."""
-    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         raise ConfigError(
             f'pool.{name} {value!r}: must be a size such as "16GiB" or "500GB" (config key pool.{name})'
         )
-    number, unit, binary = found.groups()
+    number, unit, binary = match.groups()
     power = _UNITS[unit.upper()]
     nbytes = int(float(number) * (1 << power if binary else 1000 ** (power // 10)))
     if nbytes < LEAST_BYTES:
@@ -224,12 +224,12 @@ def _tenants(value: object) -> list[str]:
     return list(dict.fromkeys(value))
 
 
-def _too_much(key: str, value: object, wanted: int, rooms: list[Room]) -> ConfigError:
-    short = [room for room in rooms if room.nbytes < wanted]
-    found = ", and ".join(f"{room.what} leaves {text_of(room.nbytes)}" for room in short)
+def _too_much(key: str, value: object, required: int, rooms: list[Room]) -> ConfigError:
+    short = [room for room in rooms if room.nbytes < required]
+    lacking = ", and ".join(f"{room.what} leaves {text_of(room.nbytes)}" for room in short)
     remedies = "; ".join(room.remedy for room in short)
     return ConfigError(
-        f"{key} {value}: {text_of(wanted)} is wanted. {found}. Ask for less, or: {remedies} (config key {key})"
+        f"{key} {value}: {text_of(required)} is wanted. {lacking}. Ask for less, or: {remedies} (config key {key})"
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves chunks between a rank's cache and their bytes at rest; `plans.py` says what moves where. Only the agent's thread
+"""Moves chunks between a rank's cache and their bytes at rest; `copy_plan.py` says what moves where. Only the agent's thread
 touches the rank's cache."""
 
 from collections.abc import Sequence
@@ -45,11 +45,22 @@ def describe(cache: PagedCache, codec: AtRest = "raw") -> Form:
     """
     geometry = cache.geometry
     form: list[Run] = []
+    if geometry.shard.cp_size > 1:
+        raise UnsupportedGeometryError(
+            f"{geometry.shard.cp_size} context-parallel ranks share the tokens of a chunk: the pool cannot keep it; "
+            "serve this model without `pool`"
+        )
     for group in geometry.groups:
+        where = f"layers {group.layers[0]}-{group.layers[-1]}"
         if group.kind == "state":
             raise UnsupportedGeometryError(
-                f"layers {group.layers[0]}-{group.layers[-1]} have recurrent state, which has no chunks: "
+                f"{where} have recurrent state, which has no chunks: "
                 "the pool cannot keep it; serve this model without `pool`"
+            )
+        if group.state_tokens > 1:
+            raise UnsupportedGeometryError(
+                f"{where} keep one entry for {group.state_tokens} tokens: the pool cannot keep it; serve this model "
+                "without `pool`"
             )
         kept = kept_layers(geometry.shard, group)
         if kept and codec != RAW.name and group.dtype in CODED_DTYPES:
@@ -126,7 +137,7 @@ def payloads(
         PoolError: the views of a run do not fit its geometry. `cause` is `UNLIKE`.
     """
     caches: dict[tuple[int, Run], PagedCache] = {}
-    found, used = [], 0
+    views, used = [], 0
     for piece in pieces:
         geometry, needed, buffer = parts[piece.part]
         nbytes = piece.chunk.nbytes(piece.route)
@@ -141,8 +152,8 @@ def payloads(
                 if key not in caches:
                     caches[key] = open_run(piece.run, geometry, needed, buffer)
                 _gather(caches[key], piece, payload)
-        found.append(payload.toreadonly())
-    return found
+        views.append(payload.toreadonly())
+    return views
 
 
 def _gather(stored: PagedCache, piece: LoadPiece, room: Buffer) -> None:
@@ -190,7 +201,9 @@ def open_run(run: Run, geometry: Geometry, needed: ReadPlan, buffer: Buffer) -> 
         key = _seen(run.key, planes, group, run.view_pages)
         value = None if run.value is None else _seen(run.value, planes, group, run.view_pages)
         rows = zip(run.planes, planes, strict=False)
-        dense = tuple(part.view(run.view_pages, told.heads, told.nbytes) for told, part in rows)
+        dense = tuple(
+            part.view(run.view_pages, described.heads, described.nbytes) for described, part in rows
+        )
         layers[layer] = LayerPages(key, value, dense)
     try:
         return PagedCache(layers, stored)

@@ -64,8 +64,8 @@ class LoadTokens(NamedTuple):
         """The first token that the next one to be computed attends to, in a page that can be written."""
         window = max(0, self.stop_token - group.window + 1) if group.window else 0
         low = max(self.start, self.first_token, window)
-        found = _runs_of_pages(tables[group.table], group.page_size, low, self.stop)
-        return next((max(low, begin) for begin, _, _ in found), None)
+        runs = _runs_of_pages(tables[group.table], group.page_size, low, self.stop)
+        return next((max(low, begin) for begin, _, _ in runs), None)
 
 
 def _runs_of_pages(
@@ -90,13 +90,13 @@ def check_covered(
 ) -> None:
     """Raises PoolError if a token that is wanted is in no part."""
     for group in own.groups:
-        wanted = span.first_wanted(group, tables)
-        if wanted is None:
+        first = span.first_wanted(group, tables)
+        if first is None:
             continue
         for layer in group.layers:
             for head in own.heads(group):
-                if covered.get((layer, head), span.stop) > wanted:
+                if covered.get((layer, head), span.stop) > first:
                     raise PoolError(
                         Miss.UNLIKE,
-                        f"chunk {span.number} was stored without token {wanted} of layer {layer} head {head}",
+                        f"chunk {span.number} was stored without token {first} of layer {layer} head {head}",
                     )

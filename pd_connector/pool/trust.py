@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which writers' chunks an engine believes: those of which it has computed one prompt itself and compared the KV.
+"""Which writers' chunks an engine uses: those with which it has compared one prompt that it computed itself.
 
 A writer is a kind of engine, dead or alive: its version, the layout and dtype of its cache, codecs, its model, and the adapter. Each rank
 keeps a book of its own, for as long as its weights stay the same.
@@ -24,7 +24,7 @@ def writer_of(record: Record) -> bytes:
         msgspec.structs.replace(group, layers=(0,), scales=(), table=0)
         for group in record.geometry.groups
     }
-    told = (
+    kind = (
         record.writer.engine,
         record.writer.codec,
         sorted({run.codec for run in record.form}),
@@ -33,7 +33,7 @@ def writer_of(record: Record) -> bytes:
         (model_root(record.facts) or b"").hex(),
         record.adapter,
     )
-    return hashlib.blake2b(msgspec.json.encode(told), digest_size=WRITER_BYTES).digest()
+    return hashlib.blake2b(msgspec.json.encode(kind), digest_size=WRITER_BYTES).digest()
 
 
 class WriterTrust:

@@ -4,12 +4,9 @@
 | file | what is in it |
 |---|---|
 | `app.py` | `build_pd_app` for the `import_path` of a Serve config, and `register` for Ray's own builder |
-| `backend.py` | Ray's calls to a connector: a replica's address, and the two requests of a handoff |
-| `servers.py` | the two deployments of `build_pd_app`, and their behaviour while the other side is missing |
-| `ingress.py` | the deployment that clients call; it retries a request whose decode replica dies |
+| `backend.py` | Ray's calls to a connector: a replica's address, and the two requests of a handoff; how an engine's address reaches its replica's process |
+| `servers.py` | the deployments of `build_pd_app`: prefill, decode, and the ingress that clients call; how long a request waits for a prefill replica, and what is done without one |
 | `carried.py` | which requests one transfer can carry |
-| `binding.py` | how long a request waits for a prefill replica |
-| `published.py` | how an engine's address reaches its replica's process |
 
 Ray chooses, starts and stops replicas. KV moves between their engines as it does without Ray.
 """

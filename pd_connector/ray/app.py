@@ -23,8 +23,13 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.builder import PDSe
 from ray.serve.deployment import Application
 
 from pd_connector.errors import ConfigError
-from pd_connector.ray.ingress import SecondChanceIngress
-from pd_connector.ray.servers import DecodeServer, DPDecodeServer, DPPrefillServer, PrefillServer
+from pd_connector.ray.servers import (
+    DecodeServer,
+    DPDecodeServer,
+    DPPrefillServer,
+    PrefillServer,
+    SecondChanceIngress,
+)
 
 NAME = "PDConnector"
 
@@ -80,15 +85,17 @@ def build_pd_app(args: Mapping[str, Any]) -> Application:
     )
 
 
-def _deploy(config: LLMConfig, prefix: str, one: type, several: type, **bound: Any) -> Application:
-    """One side's deployment: of `one`, or of `several` if its engines are data-parallel."""
+def _deploy(
+    config: LLMConfig, prefix: str, single: type, several: type, **bound: Any
+) -> Application:
+    """One side's deployment: of `single`, or of `several` if its engines are data-parallel."""
     parallel = config.engine_kwargs.get("data_parallel_size", 1) > 1
     build = build_dp_deployment if parallel else build_llm_deployment
     return build(
         config,
         name_prefix=prefix,
         bind_kwargs=bound,
-        deployment_cls=several if parallel else one,
+        deployment_cls=several if parallel else single,
     )
 
 

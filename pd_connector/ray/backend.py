@@ -12,6 +12,7 @@ Both requests are sent at the same time, so that KV passes while the prompt is b
 """
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from ray.llm._internal.serve.utils.server_utils import get_serve_request_id
 
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE, Config
 from pd_connector.control.seal import UntrustedAddressError, trusted_address
+from pd_connector.errors import PDConnectorError
 from pd_connector.hosts import is_loopback
 from pd_connector.protocol.wire.params import (
     ProducerAddress,
@@ -35,7 +37,42 @@ from pd_connector.protocol.wire.params import (
     prefill_params,
 )
 from pd_connector.ray.carried import why_alone
-from pd_connector.ray.published import PublishedAddress
+
+
+class NoAddressError(PDConnectorError):
+    """The engine has started but has not published its address."""
+
+
+class PublishedAddress:
+    """A file in memory into which the engine writes its address (config key `address_file`).
+
+    It has no name on any disk. It ends with the process that made it, however that process ends.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("pd_connector_address")
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        """The path, for processes of the same user on this machine."""
+
+    def read(self) -> ProducerAddress:
+        """The address.
+
+        Raises:
+            NoAddressError: the engine has not written an address.
+        """
+        written = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        try:
+            address = parse_address(json.loads(written))
+        except ValueError:
+            address = None
+        if address is None:
+            raise NoAddressError(
+                f"the engine wrote {written[:80]!r}: wanted its address, which PDConnector writes "
+                "when the engine starts. Is kv_connector PDConnector, of the same version as Ray's "
+                "side?"
+            )
+        return address
+
 
 logger = logging.getLogger("ray.serve")
 
@@ -119,8 +156,10 @@ class PDConnectorBackend(BaseConnectorBackend):
         for field, value in _NOT_FOR_PREFILL.items():
             if hasattr(shaped, field):
                 setattr(shaped, field, value)
-        wanted = self._producer_for(request, peer) is not None
-        shaped.kv_transfer_params = prefill_params(self._transfer(request)) if wanted else None
+        has_transfer = self._producer_for(request, peer) is not None
+        shaped.kv_transfer_params = (
+            prefill_params(self._transfer(request)) if has_transfer else None
+        )
         return shaped
 
     def prepare_decode_request(
@@ -129,8 +168,8 @@ class PDConnectorBackend(BaseConnectorBackend):
         """The client's request, with the place of its prompt's KV."""
         shaped = request.model_copy(deep=True)
         address = self._producer_for(request, peer)
-        found = None if address is None else decode_params(address, self._transfer(request))
-        shaped.kv_transfer_params = found
+        params = None if address is None else decode_params(address, self._transfer(request))
+        shaped.kv_transfer_params = params
         return shaped
 
     def _producer_for(self, request: Any, peer: Mapping[str, Any] | None) -> ProducerAddress | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two deployments of a prefill/decode application.
+"""The deployments of a prefill/decode application: two of engines, and the ingress that clients call.
 
 Ray's own decode server fails a request if its prefill fails (`_concurrent_decode` in Ray's `pd_server.py`), and waits
 without limit for a prefill replica (`choose_replica`). Here the decode replica computes the prompt itself in both
@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.llm._internal.serve.core.configs.openai_api_models import (
     ChatCompletionRequest,
     ErrorResponse,
 )
+from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress
 from ray.llm._internal.serve.serving_patterns.data_parallel.dp_server import DPServer
 from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import (
     PDDecodeServer,
@@ -28,8 +30,45 @@ from ray.serve._private.http_util import session_id_from_headers
 from ray.serve.metrics import Counter
 
 from pd_connector.ray.backend import PDConnectorBackend
-from pd_connector.ray.binding import BindingPatience
 from pd_connector.ray.carried import why_alone
+
+
+class BindingPatience:
+    """Lets requests wait for a prefill replica. After a failed wait only one request at a time waits.
+
+    Without this limit, each request would wait its full time while no prefill replica exists.
+
+    Args:
+        patience_s: the longest wait of one request, in seconds. After a failed wait, other requests do not
+            wait during the next `patience_s`.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
+        self._no_wait_before = -1.0
+        self._absent = False
+
+    def take_s(self) -> float:
+        """Seconds that the calling request may wait; 0: it must not wait."""
+        if not self._absent:
+            return self._patience_s
+        now = self._clock()
+        if now < self._no_wait_before:
+            return 0.0
+        self._no_wait_before = now + 2 * self._patience_s  # this request tries for all others
+        return self._patience_s
+
+    def bound(self) -> None:
+        """A request has found a prefill replica."""
+        self._absent = False
+
+    def failed(self) -> None:
+        """A request waited, and got no replica."""
+        self._absent = True
+        self._no_wait_before = self._clock() + self._patience_s
+
 
 logger = logging.getLogger("ray.serve")
 
@@ -241,7 +280,7 @@ async def _leases_end(engine: Any) -> None:
     """Wait until no decode replica fetches KV of this engine."""
     config = serve.get_replica_context()._deployment_config
     end = time.monotonic() + _SHARE_OF_SHUTDOWN * config.graceful_shutdown_timeout_s
-    told = False
+    warned = False
     while time.monotonic() < end:
         try:
             left = max(await engine.collective_rpc("outgoing_transfers"), default=0)
@@ -252,8 +291,8 @@ async def _leases_end(engine: Any) -> None:
             return
         if not left:
             return
-        if not told:
-            told = True
+        if not warned:
+            warned = True
             logger.info("stopping when decode replicas have fetched KV: transfers left: %d", left)
         await asyncio.sleep(_POLL_S)
     logger.warning(
@@ -275,3 +314,34 @@ class DPPrefillServer(PrefillServer, DPServer):
 
 class DPDecodeServer(DecodeServer, DPServer):
     """Ray's decode server with data-parallel engines."""
+
+
+class SecondChanceIngress(OpenAiIngress):
+    """Ray's ingress, with a retry. If a decode replica dies before it has answered anything, its request is sent once
+    more: to another replica, or to the replica that Serve starts in its place.
+
+    There is one retry only: a request that kills its replicas would otherwise kill all of them.
+    """
+
+    async def _get_response(
+        self, *, body: Any, call_method: str, raw_request: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        ask = super()._get_response
+        begun = False
+        try:
+            answer = ask(body=body, call_method=call_method, raw_request=raw_request)
+            async with contextlib.aclosing(answer):
+                async for chunk in answer:
+                    begun = True
+                    yield chunk
+            return
+        except RayActorError as error:
+            if begun:  # the client has part of an answer that no other replica can continue
+                raise
+            logger.warning(
+                "the replica died before it answered; its request goes to another: %s", error
+            )
+        again = ask(body=body, call_method=call_method, raw_request=raw_request)
+        async with contextlib.aclosing(again):
+            async for chunk in again:
+                yield chunk

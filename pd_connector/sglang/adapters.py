@@ -50,20 +50,20 @@ class Adapters:
         loaded = manager.lora_refs.get(lora_id) if manager is not None else None
         if loaded is None:
             raise PDConnectorError(f"adapter {lora_id} is not loaded")
-        known = getattr(manager, _LOADED, {}).get(lora_id, _UNSEEN)
-        if known.problem:
+        content = getattr(manager, _LOADED, {}).get(lora_id, _UNSEEN)
+        if content.problem:
             raise PDConnectorError(
-                f"adapter {loaded.lora_name} cannot be identified by its content: {known.problem}; load it from files"
+                f"adapter {loaded.lora_name} cannot be identified by its content: {content.problem}; load it from files"
             )
-        return f"{loaded.lora_name} {known.fingerprint}"
+        return f"{loaded.lora_name} {content.fingerprint}"
 
 
 def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> Any:
-    """SGLang loads an adapter. Its files are held open meanwhile, so that what is told of it is what was loaded.
+    """SGLang loads an adapter. Its files are held open meanwhile, so that the fingerprint is that of what was loaded.
     SGLang keeps it in memory, whatever becomes of the files."""
-    known: dict[str, _Loaded] = vars(manager).setdefault(_LOADED, {})
-    for unloaded in known.keys() - set(manager.lora_refs):
-        del known[unloaded]
+    contents: dict[str, _Loaded] = vars(manager).setdefault(_LOADED, {})
+    for unloaded in contents.keys() - set(manager.lora_refs):
+        del contents[unloaded]
     with ExitStack() as held:
         files = None
         try:
@@ -73,9 +73,9 @@ def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> 
             logger.debug("adapter %s cannot be read before it is loaded: %r", lora_ref, error)
         result = original(manager, lora_ref)
         try:
-            known[lora_ref.lora_id] = _Loaded(_content(lora_ref.lora_path, files))
+            contents[lora_ref.lora_id] = _Loaded(_content(lora_ref.lora_path, files))
         except Exception as error:  # requests for the adapter report it
-            known[lora_ref.lora_id] = _Loaded("", str(error) or repr(error))
+            contents[lora_ref.lora_id] = _Loaded("", str(error) or repr(error))
     return result
 
 

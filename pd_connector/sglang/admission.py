@@ -113,10 +113,8 @@ def logprobs_problem(req: Any, most: int) -> str:
     SGLang raises in its loop, and the prefill engine ends."""
     if not req.return_logprob or req.logprob.top_logprobs_num <= most:
         return ""
-    found = req.logprob.top_logprobs_num
-    return (
-        f"top_logprobs_num {found}: must be at most {most} with separate prefill and decode engines"
-    )
+    requested = req.logprob.top_logprobs_num
+    return f"top_logprobs_num {requested}: must be at most {most} with separate prefill and decode engines"
 
 
 def refuse(req: Any, problem: str, scheduler: Any) -> None:

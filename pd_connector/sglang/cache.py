@@ -56,14 +56,14 @@ def describe_cache(
 
     if type(pool) is not SWAKVPool:
         held = range(shard.first_layer, shard.stop_layer)
-        found = _describe(pool, held, named, shard, scales or {})
+        groups = _describe(pool, held, named, shard, scales or {})
     else:
         if not sliding_window:
             raise UnsupportedGeometryError(
                 f"KV pool of type {type(pool).__name__} of a model without a sliding window: "
                 "PDConnector cannot tell which part of it a request needs"
             )
-        found = []
+        groups = []
         for part, table in ((pool.full_kv_pool, 0), (pool.swa_kv_pool, WINDOW_TABLE)):
             places = {
                 place: number
@@ -75,11 +75,11 @@ def describe_cache(
             numbers = [places[place] for place in range(len(places))]
             # Our window also counts the token that sees.
             window = sliding_window + 1 if table else 0
-            found += _describe(
+            groups += _describe(
                 part, numbers, named, shard, scales or {}, window=window, table=table
             )
-    layers = {number: pages for part, _ in found for number, pages in part.items()}
-    return PagedCache(layers, Geometry(shard, tuple(group for _, group in found)))
+    layers = {number: pages for part, _ in groups for number, pages in part.items()}
+    return PagedCache(layers, Geometry(shard, tuple(group for _, group in groups)))
 
 
 def own_shard(pool: Any, tp_rank: int, tp_size: int) -> Shard:
@@ -113,8 +113,8 @@ def _describe(
     for number, layer in zip(numbers, pages, strict=True):
         heads = 1
         if dims[1]:
-            told = named.get(number, ())
-            heads = total_heads(f"layer {number}", pool.head_num, shard.tp_size, told)
+            named_heads = named.get(number, ())
+            heads = total_heads(f"layer {number}", pool.head_num, shard.tp_size, named_heads)
         by_heads.setdefault(heads, {})[number] = layer
     return [
         (

@@ -9,7 +9,7 @@ from pd_connector.protocol.wire.peers import Peer
 
 
 class _Part(NamedTuple):
-    """What the ranks of an engine tell each other when they start."""
+    """What the ranks of an engine exchange when they start."""
 
     replica: int  # of the attention, where several ranks have whole copies of it
     name: str

@@ -48,13 +48,13 @@ def exchange(
                 try:
                     connection.request(method, path, body, dict(headers or {}))
                     with connection.getresponse() as answer:
-                        found = Reply(answer.status, answer.read(most_bytes))
+                        reply = Reply(answer.status, answer.read(most_bytes))
                 except (OSError, HTTPException):
                     if not late.is_set():
                         raise
             if late.is_set():
                 raise TimeoutError(f"no complete answer within {timeout_s:.1f} s")
-            return found
+            return reply
     except OSError:
         raise
     except (HTTPException, OverflowError) as error:

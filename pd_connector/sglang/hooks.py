@@ -128,14 +128,14 @@ def _flush(original: Callable[..., Any], scheduler: Any, *args: Any, **options: 
     return flushed
 
 
-def _changes_weights(**told: bool) -> Callable[..., Any]:
+def _changes_weights(**change: bool) -> Callable[..., Any]:
     """A wrapper for a method with which SGLang changes weights in place."""
 
     def around(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
         manager = _manager_of(updater.scheduler) if updater.scheduler is not None else None
         if manager is None:
             return original(updater, recv_req)
-        with manager.weights.change(**told):
+        with manager.weights.change(**change):
             result = original(updater, recv_req)
         if not getattr(result, "success", True):
             manager.weights.failed()
@@ -155,14 +155,14 @@ def _late(name: str) -> Callable[..., Any]:
 
 def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """`GET /server_info` returns the engine's address for KV transfers, too."""
-    told = original(scheduler, *args, **options)
+    output = original(scheduler, *args, **options)
     try:
         manager = _manager_of(scheduler)
         if manager is not None:
-            told.internal_state[BACKEND] = manager.describe()
+            output.internal_state[BACKEND] = manager.describe()
     except Exception:  # SGLang ends the engine if a hook raises
         logger.exception("the engine's state is returned without its address for KV transfers")
-    return told
+    return output
 
 
 def _manager_of(scheduler: Any) -> Any:
@@ -201,8 +201,8 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.on_idle", ("self",), _idle),
     Hook(f"{_SCHEDULER}.flush_cache", ("self",), _flush),
     *(
-        Hook(f"{_UPDATER}.{name}", ("self", "recv_req"), _changes_weights(**told))
-        for name, told in (
+        Hook(f"{_UPDATER}.{name}", ("self", "recv_req"), _changes_weights(**change))
+        for name, change in (
             ("update_weights_from_disk", {"whole": True}),
             ("update_weights_from_distributed", {}),
             ("update_weights_from_tensor", {}),

@@ -29,10 +29,10 @@ from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import kv_heads, kv_scales, loaded_files, model_facts
-from pd_connector.sglang.prefill_engines import Found, PrefillEngines, look_up_often
+from pd_connector.sglang.prefill_engines import LookupResult, PrefillEngines, look_up_often
 from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
-from pd_connector.sglang.registration import global_rank, register
+from pd_connector.sglang.registry import global_rank, register
 from pd_connector.sglang.settings import load_config
 from pd_connector.sglang.stale import CacheNamespace
 from pd_connector.sglang.streaming import Streaming
@@ -165,16 +165,16 @@ class Manager(BaseKVManager):
             self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
 
     def _start_agent(self, cache: PagedCache, parallel: Any) -> None:
-        """Start this rank's agent, and tell it of the other ranks that share out the model with it."""
+        """Start this rank's agent, and introduce the other ranks that hold parts of the model."""
         shard = cache.geometry.shard
         ranks = EngineRanks(parallel, shard)
         engine_id = ranks.engine_id
-        known: WeightsWatch | None = getattr(self._scheduler, _WEIGHTS, None)
-        if known is None:
+        watch: WeightsWatch | None = getattr(self._scheduler, _WEIGHTS, None)
+        if watch is None:
             files = loaded_files(self._scheduler)
             facts = model_facts(self._scheduler, self._config, shard, files)
         else:
-            facts = known.facts
+            facts = watch.facts
         self.agent = Agent(
             self._config,
             engine_id,
@@ -186,12 +186,12 @@ class Manager(BaseKVManager):
             tells=(FIRST_TOKEN,) if self._produces else (),
             needs=() if self._produces else (FIRST_TOKEN,),
         )
-        if known is None:
-            known = WeightsWatch(self._scheduler, facts, files, self.agent.submit)
-            setattr(self._scheduler, _WEIGHTS, known)
+        if watch is None:
+            watch = WeightsWatch(self._scheduler, facts, files, self.agent.submit)
+            setattr(self._scheduler, _WEIGHTS, watch)
         else:
-            known.tell_to(self.agent.submit)
-        self.weights = known
+            watch.tell_to(self.agent.submit)
+        self.weights = watch
         peers = ranks.gather(Peer(Source(self._config.host, self.agent.port, engine_id), shard))
         self.agent.introduce(peers)
         self._address = sealed(ProducerAddress(engine_id, peers), self._config.key)
@@ -231,7 +231,7 @@ class Manager(BaseKVManager):
         register(self.kv_args, self._config.host, self.agent.port)
 
     def describe(self) -> dict[str, Any]:
-        """The state that this engine tells: its side, which `/pd_role_switch` changes, what it is, and where a prefill
+        """The state that this engine reports: its side, which `/pd_role_switch` changes, what it is, and where a prefill
         engine is. A router needs the address to name it to a decode engine of another kind."""
         side = "prefill" if self._produces else "decode"
         address = self._address.fields() if self._produces else {}
@@ -240,13 +240,13 @@ class Manager(BaseKVManager):
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill engine at this address is known, or known not to be there. Asks for it
         and does not wait."""
-        found = self._engines.look_up(bootstrap_addr)
-        if found is None:
+        engine = self._engines.look_up(bootstrap_addr)
+        if engine is None:
             return False
         self.prefill_info_table[bootstrap_addr] = PrefillServerInfo(
             attn_tp_size=1,
             attn_cp_size=1,
-            dp_size=max(1, len(found.replicas)),
+            dp_size=max(1, len(engine.replicas)),
             pp_size=1,
             page_size=None,
             kv_cache_dtype=None,
@@ -254,17 +254,19 @@ class Manager(BaseKVManager):
         )
         return True
 
-    def prefill_engine(self, address: str) -> Found:
+    def prefill_engine(self, address: str) -> LookupResult:
         """What is known of the prefill engine at this address."""
-        found = self.look_up(address)
-        if found is None:
-            found = Found((), (Cause.UNREACHABLE, f"prefill engine at {address} was forgotten"))
-        if found.problem is not None:
+        engine = self.look_up(address)
+        if engine is None:
+            engine = LookupResult(
+                (), (Cause.UNREACHABLE, f"prefill engine at {address} was forgotten")
+            )
+        if engine.problem is not None:
             self.forget_prefill_engine(address)
-        return found
+        return engine
 
-    def look_up(self, address: str) -> Found | None:
-        """The same; None while it is being asked for."""
+    def look_up(self, address: str) -> LookupResult | None:
+        """The same; None while the look-up runs."""
         return self._engines.look_up(address)
 
     def compute_again(

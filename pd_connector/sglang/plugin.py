@@ -38,12 +38,12 @@ def _register() -> None:
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    found = _installed()
-    if found not in SGLANG:
+    installed = _installed()
+    if installed not in SGLANG:
         logger.warning(
             "SGLang %s is untested with PDConnector (%s is tested): only the signatures of its hooks "
             "were checked",
-            *(found, ", ".join(SGLANG)),
+            *(installed, ", ".join(SGLANG)),
         )
     for hook in HOOKS:
         _check(hook)
@@ -64,10 +64,10 @@ def _check(hook: Hook) -> None:
         function = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:
         raise PDConnectorError(f"SGLang has no {hook.target}: {error}") from error
-    found = tuple(inspect.signature(function).parameters)
-    if found[: len(hook.parameters)] != hook.parameters:
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters[: len(hook.parameters)] != hook.parameters:
         raise PDConnectorError(
-            f"{hook.target} has the parameters {found}: wanted {hook.parameters}"
+            f"{hook.target} has the parameters {parameters}: wanted {hook.parameters}"
         )
 
 

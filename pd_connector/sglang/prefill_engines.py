@@ -32,7 +32,7 @@ MOST_FAILED = 256
 """Most failed look-ups that are remembered; above it the failed ones are forgotten. Their requests may have been
 aborted, so that the result is never read."""
 MAX_REPLICAS = 256
-"""Most replicas to ask for; a registry may tell a larger number."""
+"""Most replicas of an engine that are looked up; a registry may name more."""
 
 
 def look_up_often(queue: Any) -> None:
@@ -43,7 +43,7 @@ def look_up_often(queue: Any) -> None:
     queue._max_ensure_retries = sys.maxsize
 
 
-class Found(NamedTuple):
+class LookupResult(NamedTuple):
     """The end of a look-up: all ranks of each replica of the engine, or why they are unknown."""
 
     replicas: tuple[tuple[Peer, ...], ...]
@@ -56,9 +56,9 @@ class PrefillEngines:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pd-discovery")
-        self._lookups: dict[str, Future[Found]] = {}
+        self._lookups: dict[str, Future[LookupResult]] = {}
 
-    def look_up(self, address: str) -> Found | None:
+    def look_up(self, address: str) -> LookupResult | None:
         """The look-up's result for this address; None while it runs."""
         if address not in self._lookups:
             if len(self._lookups) >= MOST_FAILED:
@@ -83,27 +83,29 @@ class PrefillEngines:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _find(address: str, config: Config) -> Found:
+def _find(address: str, config: Config) -> LookupResult:
     deadline = time.monotonic() + config.connect_timeout_s
     try:
         host, port = split(address)
         if problem := forbidden(host, config):
-            return Found((), (Cause.INSECURE_ADDRESS, problem))
+            return LookupResult((), (Cause.INSECURE_ADDRESS, problem))
         replicas = []
         for rank, control in _control_ports(host, port, deadline):
             if problem := forbidden(rank, config):
-                return Found((), (Cause.INSECURE_ADDRESS, f"registry at {address}: {problem}"))
+                return LookupResult(
+                    (), (Cause.INSECURE_ADDRESS, f"registry at {address}: {problem}")
+                )
             replicas.append(ask_ranks(config, rank, control, deadline))
-        return Found(tuple(replicas))
+        return LookupResult(tuple(replicas))
     except PDConnectorError as error:
         cause = getattr(error, "cause", Cause.UNREACHABLE)
-        return Found((), (cause, f"prefill engine at {address}: {error}"))
+        return LookupResult((), (cause, f"prefill engine at {address}: {error}"))
     except Exception as error:  # any server can listen there, with any answer
-        return Found((), (Cause.UNREACHABLE, f"prefill engine at {address}: {error!r}"))
+        return LookupResult((), (Cause.UNREACHABLE, f"prefill engine at {address}: {error!r}"))
 
 
 def forbidden(host: str, config: Config) -> str:
-    """Why this address is not asked; empty if it is. Neither a request nor a registry can make an engine dial an
+    """Why this address must not be dialled; empty if it may. Neither a request nor a registry can make an engine dial an
     arbitrary address."""
     if not config.is_peer(host):
         return f"prefill engine at {host!r}: not within {list(config.peers)} (config key peers)"

@@ -48,8 +48,10 @@ class PoolPages:
             return (tuple(pages),)
         slots = torch.tensor(pages, dtype=torch.int64) * self.size
         allocator = self._scheduler.token_to_kv_pool_allocator
-        found = allocator.translate_swa_indices_for_transfer(slots.to(self._scheduler.device))
-        windowed = (found // self.size).tolist()
+        window_slots = allocator.translate_swa_indices_for_transfer(
+            slots.to(self._scheduler.device)
+        )
+        windowed = (window_slots // self.size).tolist()
         return tuple(pages), tuple(page if page > 0 else -1 for page in windowed)
 
     def forward_fence(self) -> Any:
@@ -69,7 +71,7 @@ class Outcomes:
     def __init__(self, agent: Agent) -> None:
         self.watched: set[str] = set()
         self._agent = agent
-        self._told: dict[tuple[type[Outcome], str], Outcome] = {}
+        self._reported: dict[tuple[type[Outcome], str], Outcome] = {}
 
     def watch(self, request: str) -> None:
         """Keep the agent's reports about this request, until `forget`."""
@@ -77,18 +79,18 @@ class Outcomes:
 
     def take(self, kind: type[Kind], request: str) -> Kind | None:
         """Take the agent's report about a request, if it is of this kind."""
-        for told in self._agent.outcomes():
-            if told.request in self.watched:
-                self._told[type(told), told.request] = told
-        found = self._told.pop((kind, request), None)
-        assert found is None or isinstance(found, kind)
-        return found
+        for outcome in self._agent.outcomes():
+            if outcome.request in self.watched:
+                self._reported[type(outcome), outcome.request] = outcome
+        taken = self._reported.pop((kind, request), None)
+        assert taken is None or isinstance(taken, kind)
+        return taken
 
     def forget(self, request: str) -> None:
         """The request is over: drop its reports."""
         self.watched.discard(request)
         for kind in (Free, Finished, Held):
-            self._told.pop((kind, request), None)
+            self._reported.pop((kind, request), None)
 
 
 class Rank:
@@ -145,7 +147,7 @@ class Rank:
 
     def refused(self, req: Any) -> None:
         """SGLang has refused a request of this prefill engine before it entered a queue, such as a prompt that is
-        longer than the pool. A decode engine that waits for it is told."""
+        longer than the pool. A decode engine that waits for it is notified."""
         transfer = transfer_of(req.bootstrap_room)
         self.agent.submit(Expect(transfer))
         self.agent.submit(Withdraw(transfer, self.request_name(req.rid, req.bootstrap_room)))

@@ -51,7 +51,7 @@ class Receiver(BaseKVReceiver):
         self._row = -1
         self._prefix = 0
         self._tables: tuple[tuple[int, ...], ...] | None = None  # its pages here, once it has pages
-        self._asked = False  # the agent has a command for this request
+        self._requested = False  # the agent has a command for this request
         self._again: SecondPrefill | None = None
         self._resumed: SecondPrefill | None = None
         self._rest: dict[str, Any] | None = None  # what a retracted request asks a prefill engine
@@ -89,26 +89,28 @@ class Receiver(BaseKVReceiver):
         Args:
             prefill_dp_rank: the replica that has the request.
         """
-        found = self.kv_mgr.prefill_engine(self.bootstrap_addr)
-        if found.problem is not None:
-            self.fail(*found.problem)
+        engine = self.kv_mgr.prefill_engine(self.bootstrap_addr)
+        if engine.problem is not None:
+            self.fail(*engine.problem)
             return
-        if not 0 <= prefill_dp_rank < len(found.replicas):
+        if not 0 <= prefill_dp_rank < len(engine.replicas):
             self.fail(
                 Cause.ROLE,
-                f"prefill replica {prefill_dp_rank} of {len(found.replicas)}: there is none",
+                f"prefill replica {prefill_dp_rank} of {len(engine.replicas)}: there is none",
             )
             return
-        self._peers = found.replicas[prefill_dp_rank]
+        self._peers = engine.replicas[prefill_dp_rank]
         if self._retracted:
-            self._state = KVPoll.WaitingForInput  # the prefill engine is asked once there are pages
+            self._state = (
+                KVPoll.WaitingForInput
+            )  # the request to the prefill engine follows once there are pages
             return
         self._ask()
 
     @contained
     def compute_again(self, payload: dict[str, Any]) -> None:
-        """SGLang has retracted the request: the prefill engine is asked for KV of its prompt and of the answer
-        up to now.
+        """SGLang has retracted the request: request KV of its prompt, and of the answer up to now, from the prefill
+        engine.
 
         Args:
             payload: SGLang's own body for this request.
@@ -116,8 +118,8 @@ class Receiver(BaseKVReceiver):
         if self._failure is not None:
             return
         if self._req.multimodal_inputs is not None or self._req.lora_id is not None:
-            wanted = "a retracted request with images or an adapter"
-            self.fail(Cause.ROLE, f"{wanted} is not computed again by a prefill engine")
+            request = "a retracted request with images or an adapter"
+            self.fail(Cause.ROLE, f"{request} is not computed again by a prefill engine")
             return
         body = {name: value for name, value in payload.items() if value is not None}
         body.pop("rid", None)  # the prefill engine may still know it
@@ -160,7 +162,7 @@ class Receiver(BaseKVReceiver):
     def poll(self) -> int:
         if self.conclude_state is None and self._again is not None:
             self._look_again(self._again)
-        if self.conclude_state is None and self._asked:
+        if self.conclude_state is None and self._requested:
             self._look()
         if self.conclude_state is None and self._resumed is not None and self._resumed.problem:
             self._not_computed(self._resumed.problem)
@@ -207,7 +209,7 @@ class Receiver(BaseKVReceiver):
         if finished.cause is not None or finished.final_token is None:
             self._ended(finished.cause or Cause.INTERNAL, finished.detail)
             return
-        self._asked = False
+        self._requested = False
         token = finished.final_token.first_token
         if token >= self._rank.vocabulary:  # SGLang would answer with status 200, and end early
             detail = f"first token {token}: the model's vocabulary has {self._rank.vocabulary}"
@@ -219,7 +221,7 @@ class Receiver(BaseKVReceiver):
 
     def _ask(self) -> None:
         """Have the agent wait for the transfer, or fetch it if there are pages for it."""
-        self._asked = True
+        self._requested = True
         agent = self._rank.agent
         if self._tables is None:
             agent.submit(Hold(self._request, self._transfer, self._peers, watch=True))
@@ -238,7 +240,7 @@ class Receiver(BaseKVReceiver):
 
     def _ended(self, cause: Cause, detail: str) -> None:
         """The agent has ended the transfer: the prompt is computed again, or the request fails."""
-        self._asked = False
+        self._requested = False
         if cause in (Cause.UNREACHABLE, Cause.SESSION_LOST):
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)  # it may have been restarted
         if self._first_failure is not None:
@@ -273,19 +275,19 @@ class Receiver(BaseKVReceiver):
             return
         if self._peers:
             return
-        found = self.kv_mgr.look_up(self.bootstrap_addr)
-        if found is None:
+        engine = self.kv_mgr.look_up(self.bootstrap_addr)
+        if engine is None:
             return
-        if found.problem is not None:
+        if engine.problem is not None:
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)
-            self.fail(cause, f"{detail}; asked again: {found.problem[1]}")
+            self.fail(cause, f"{detail}; asked again: {engine.problem[1]}")
             return
         # As SGLang chooses the replica that computes it (`--load-balance-method follow_bootstrap_room`).
-        self._peers = found.replicas[again.room % len(found.replicas)]
+        self._peers = engine.replicas[again.room % len(engine.replicas)]
         self._ask()
 
     def _drop(self) -> None:
-        if self._asked:
-            self._asked = False
+        if self._requested:
+            self._requested = False
             cause = self._failure[0] if self._failure else Cause.ABORTED
             self._rank.agent.submit(Drop(self._request, cause))

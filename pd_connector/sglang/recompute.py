@@ -221,17 +221,17 @@ def completion_body(body: Mapping[str, Any]) -> dict[str, Any]:
         body: for SGLang's `/generate`.
     """
     sampling = body["sampling_params"]
-    asked = {theirs: sampling[ours] for ours, theirs in _SAMPLING.items() if ours in sampling}
+    parameters = {theirs: sampling[ours] for ours, theirs in _SAMPLING.items() if ours in sampling}
     if _is_greedy(body):  # SGLang writes temperature 1 and top_k 1
-        asked = {**asked, "temperature": 0, "top_k": 0}
-    elif asked.get("top_k", 0) >= _ALL_TOKENS:
-        del asked["top_k"]
+        parameters = {**parameters, "temperature": 0, "top_k": 0}
+    elif parameters.get("top_k", 0) >= _ALL_TOKENS:
+        del parameters["top_k"]
     passed = {name: body[name] for name in ("cache_salt", "priority") if name in body}
     return {
         "prompt": body["input_ids"],
         "max_tokens": 1,
         "stream": False,
-        **asked,
+        **parameters,
         **passed,
         "kv_transfer_params": prefill_params(str(body["bootstrap_room"])),
     }
@@ -242,7 +242,7 @@ def _is_greedy(body: Mapping[str, Any]) -> bool:
 
 
 def _loses_logprob(body: Mapping[str, Any]) -> bool:
-    """Whether the answer needs a log probability of the first token that vLLM does not tell the decode engine. The
+    """Whether the answer needs a log probability of the first token, which vLLM does not send to the decode engine. The
     router takes it from the first prefill's answer, so the second prefill must choose the same token."""
     return bool(body.get("return_logprob")) and not _is_greedy(body)
 

@@ -42,6 +42,6 @@ def fingerprint(req: Any, tokens: Sequence[int], adapter: str) -> bytes:
     Raises:
         PDConnectorError: its token ids do not define the prompt.
     """
-    if told := [name for name in _BESIDE_TOKENS if getattr(req, name, None) is not None]:
-        raise PDConnectorError(f"a prompt with {told[0]}: only token prompts are moved")
+    if given := [name for name in _BESIDE_TOKENS if getattr(req, name, None) is not None]:
+        raise PDConnectorError(f"a prompt with {given[0]}: only token prompts are moved")
     return token_fingerprint(tokens, salt=req.cache_salt or "", adapter=adapter)

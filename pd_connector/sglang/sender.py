@@ -53,7 +53,7 @@ class Sender(BaseKVSender):
         self._req = req
         self._request = self._rank.request_name(req.rid, self.bootstrap_room)
         self._rank.outcomes.watch(self._request)
-        # First, so that a decode engine that waits for this request is told if it fails here.
+        # First, so that a decode engine that waits for this request is notified if it fails here.
         self._rank.agent.submit(Expect(self._transfer))
         self._prompt_tokens = len(req.origin_input_ids)
         self._identity = self._rank.identity(req, req.origin_input_ids)
@@ -63,7 +63,7 @@ class Sender(BaseKVSender):
         self._row = -1 if aux_index is None else aux_index
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        """The last chunk is sent even without pages: the final token go with it."""
+        """The last chunk is sent even without pages: the final token goes with it."""
         return num_pages > 0 or last_chunk
 
     @contained

@@ -18,23 +18,23 @@ def load_config(text: str) -> Config:
     # The text of the variable itself may contain the key, so messages do not repeat it.
     source = f"{CONFIG_VARIABLE} {text!r}" if text.startswith("@") else CONFIG_VARIABLE
     try:
-        found = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+        given = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{source}: {error}; set it to a JSON object of config keys, or to @ "
             "and the path of a file that holds one"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(given, dict):
         raise ConfigError(f"{source}: must be a JSON object of config keys")
-    if (audit := found.get("audit", "off")) != "off":
+    if (audit := given.get("audit", "off")) != "off":
         raise ConfigError(
             f"audit {audit!r}: a decode engine of SGLang computes no prompt, so it has nothing to compare KV "
             "with; leave `audit` out (config key audit)"
         )
-    if found.get("pool"):
+    if given.get("pool"):
         raise ConfigError(
             "pool: only vLLM's engines have a KV pool in this version; leave `pool` out, and see "
             "HiCache for SGLang's own (config key pool)"
         )
     # A request names its prefill engine by an address without a seal.
-    return Config.load({"peers": LOOPBACK, **found}, host_variable=HOST_VARIABLE)
+    return Config.load({"peers": LOOPBACK, **given}, host_variable=HOST_VARIABLE)

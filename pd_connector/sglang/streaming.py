@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the agent KV of a running prefill step layer by layer, as SGLang writes it.
+"""Reports KV of a running prefill step to the agent layer by layer, as SGLang writes it.
 
 SGLang itself reports KV only after a step. Here each layer's write to the pool is seen if the step runs layer by
 layer in Python. A step that runs as one CUDA graph shows no writes, and its KV passes after the step.
@@ -35,12 +35,12 @@ _WRITES = (
 
 
 _HEARERS: list[Callable[..., None]] = []
-"""Told of each write to a layer of the pool: one `Streaming`, while the engine prefills."""
+"""Called after each write to a layer of the pool: one `Streaming`, while the engine prefills."""
 
 
 @cache
 def _hook_writes() -> None:
-    """Hear of writes from now on. Not at the package's import: other engines would pay for it with each layer."""
+    """Hook the pool's writes. This is not done at the package's import, because other engines would pay for it with each layer."""
     for write in _WRITES:
         HookRegistry.register(write, _heard, HookType.AFTER)
     HookRegistry.apply_hooks()
@@ -55,7 +55,7 @@ class Streaming:
     """The prefill steps of one rank. Used by the scheduler's thread.
 
     Args:
-        layers: whether KV is told layer by layer; if not, steps are only announced.
+        layers: whether KV is reported layer by layer; if not, steps are only announced.
     """
 
     def __init__(self, rank: Rank, scheduler: Any, *, layers: bool) -> None:
@@ -68,7 +68,7 @@ class Streaming:
             _HEARERS.append(self._written)
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """Stop reporting."""
         if self._written in _HEARERS:
             _HEARERS.remove(self._written)
 
@@ -83,8 +83,7 @@ class Streaming:
             self._step = []
 
     def _begin(self, req: Any) -> Computed | None:
-        """Announce the step that follows, with its pages if its layers are to be told. Returns None if they are
-        not."""
+        """Announce the next step, with its pages if its layers are reported one by one. Returns None if they are not."""
         sender = req.disagg_kv_sender
         if not isinstance(sender, Sender):  # SGLang's own, for a health check
             return None
@@ -103,7 +102,7 @@ class Streaming:
 
     def _written(self, result: Any, pool: Any, layer: Any, *args: Any, **options: Any) -> None:
         """A layer's K and V of all requests in the step have been written, or will be by work queued on the stream. A
-        pool within another pool is not told the layer's number: the outer pool is."""
+        pool within another pool does not get the layer's number: the outer pool does."""
         if layer is None:
             return
         for step in self._step:

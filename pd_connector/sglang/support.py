@@ -16,17 +16,19 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
     """
     from sglang.srt.environ import envs
 
-    for name, wanted in _WANTED.items():
-        found = getattr(server_args, name, wanted)
-        if found != wanted and (found or wanted):  # False and None both mean "not asked for"
-            raise ConfigError(_refusal(f"--{name.replace('_', '-')} {found}", f"leave it {wanted}"))
+    for name, supported in _WANTED.items():
+        value = getattr(server_args, name, supported)
+        if value != supported and (value or supported):  # False and None both mean "not set"
+            raise ConfigError(
+                _refusal(f"--{name.replace('_', '-')} {value}", f"leave it {supported}")
+            )
     for name, mend in _VARIABLES.items():
         if getattr(envs, name).get():
             raise ConfigError(_refusal(f"{name}=1", mend))
     for name in ("attn_cp_size", "dcp_size"):
-        if (found := getattr(parallel, name, 1)) != 1:
+        if (value := getattr(parallel, name, 1)) != 1:
             mend = "use tensor, pipeline (prefill) or data parallelism"
-            raise ConfigError(_refusal(f"{name} {found}", mend))
+            raise ConfigError(_refusal(f"{name} {value}", mend))
     if parallel.pp_size != 1 and server_args.disaggregation_mode == "decode":
         mend = "give a decode engine tensor parallelism alone; its prefill engine may have both"
         raise ConfigError(_refusal(f"pp_size {parallel.pp_size} of a decode engine", mend))
@@ -48,12 +50,12 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
 
 def _check_switch(server_args: Any, parallel: Any) -> None:
     """An engine that changes its side has tensor parallelism alone. Raises ConfigError."""
-    found = {
+    sizes = {
         "dp_size": max(parallel.dp_size, parallel.attn_dp_size),
         "pp_size": parallel.pp_size,
         "ep_size": getattr(server_args, "ep_size", 1) or 1,
     }
-    for name, size in found.items():
+    for name, size in sizes.items():
         if size != 1:
             mend = "leave --enable-pd-role-switch out, or use tensor parallelism alone"
             raise ConfigError(_refusal(f"--enable-pd-role-switch with {name} {size}", mend))
@@ -86,11 +88,11 @@ _WANTED = {
 
 
 _VARIABLES = {
-    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "unset it: final token have no room for a first token's mask",
+    "SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "unset it: the final token has no room for a first token's mask",
     "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": f"unset it, and use --load-balance-method {_BY_ROOM}",
 }
 """SGLang's variables that must not be set."""
 
 
-def _refusal(found: str, mend: str) -> str:
-    return f"{found}: not supported with --disaggregation-transfer-backend pd_connector; {mend}"
+def _refusal(setting: str, mend: str) -> str:
+    return f"{setting}: not supported with --disaggregation-transfer-backend pd_connector; {mend}"

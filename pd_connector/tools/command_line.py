@@ -48,9 +48,9 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
     return status if type(status) is int else 0
 
 
-def not_known(kind: str, name: str, known: Iterable[str]) -> str:
+def not_known(kind: str, name: str, names: Iterable[str]) -> str:
     """What is wrong with a word that is none of the known ones."""
-    near = did_you_mean(name, known)
+    near = did_you_mean(name, names)
     return f"{kind} {name!r} is not known{'; ' + near if near else ''}"
 
 
@@ -67,8 +67,8 @@ def _refused(error: Any, name: str) -> int:
     return int(error.exit_code)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(given: bool) -> None:
+    if given:
         from pd_connector import __version__
 
         print(f"pd-connector {__version__}")
@@ -169,8 +169,8 @@ def option(name: str, kind: Any, default: Any, meaning: str, **more: Any) -> Par
         more: as for `typer.Option`.
     """
     shown = default not in (None, "", [])
-    told = typer.Option(f"--{name}", help=meaning, show_default=shown, **more)
-    annotation = Annotated[kind, told]
+    info = typer.Option(f"--{name}", help=meaning, show_default=shown, **more)
+    annotation = Annotated[kind, info]
     return Parameter(
         name.replace("-", "_"), Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )

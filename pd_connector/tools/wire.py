@@ -93,12 +93,12 @@ class WireCache:
         """Why a consumer's cache is wrong after a transfer; empty if all pages are right."""
         theirs, mine = self.tables["producer"], self.tables["consumer"]
         for number, layer in enumerate(self.layers):
-            wanted, found = self._values(number)[theirs], layer[mine]
+            expected, received = self._values(number)[theirs], layer[mine]
             if not lossy:
-                if not torch.equal(found, wanted):
+                if not torch.equal(received, expected):
                     return f"layer {number} differs"
                 continue
-            exact, off = wanted.float(), found.float() - wanted.float()
+            exact, off = expected.float(), received.float() - expected.float()
             axes = (1, 2, 3)
             error = float((off.square().sum(axes) / exact.square().sum(axes)).max()) ** 0.5
             if not error <= LOSSY_ERROR:

@@ -124,7 +124,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def address(self) -> bytes:
-        """What a peer's transport of the same name must know to `connect` to this one, or to `expect` it."""
+        """The bytes with which a peer's transport of the same name can `connect` to this one, or `expect` it."""
 
     @abc.abstractmethod
     def connect(self, consumer: bytes) -> Link:
@@ -210,7 +210,7 @@ class Transport(abc.ABC):
         raise TransportError(f"{self.name} transport: a producer's memory cannot be read")
 
     def silenced(self, source: Hashable) -> bool:
-        """Whether this producer certainly writes no more, although it has not said so."""
+        """Whether this producer certainly writes no more, although it has sent no notice."""
         return not self.one_sided
 
     @abc.abstractmethod

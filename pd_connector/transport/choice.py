@@ -47,8 +47,8 @@ class Choice(NamedTuple):
 
     def describe(self) -> str:
         """For the log, such as `shm,tcp (auto; not nixl: this machine has no RDMA device)`."""
-        told = f" (auto; {self.advice})" if self.advice else " (auto)" if self.automatic else ""
-        return ",".join(self.names) + told
+        suffix = f" (auto; {self.advice})" if self.advice else " (auto)" if self.automatic else ""
+        return ",".join(self.names) + suffix
 
     def failed(self, problem: object) -> "Choice":
         """What is left where `nixl` cannot be set up."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the system itself finds out that the other end of a TCP connection has gone without a word."""
+"""TCP keepalive: the system finds out that the other end of a connection is gone."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from pd_connector.control.liveness import IDLE_S, INTERVAL_S, PROBES
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the system ask whether the other end is there."""
+    """Let the system probe whether the other end is there."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL_S)
@@ -19,7 +19,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Close a socket. The other end hears of it even if a process that this one has forked holds it, too."""
+    """Close a socket. The other end notices even if a forked process holds it, too."""
     with contextlib.suppress(OSError):  # not connected, or not any more
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

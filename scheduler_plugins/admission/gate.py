@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,19 +21,15 @@ from scheduler_plugins.admission.post import Posted
 from scheduler_plugins.admission.prompt import Prompt, PromptMemory
 from scheduler_plugins.admission.report import EngineReport, loads
 from scheduler_plugins.order.registry import create
-from scheduler_plugins.qos.classes import QosError, Slo, default_class
+from scheduler_plugins.qos.classes import Slo, default_class
 from scheduler_plugins.qos.file import SchedulerFile, WatchedFile
 from scheduler_plugins.qos.rules import class_of
 from scheduler_plugins.queue.work import WINDOW_S, WorkHistogram, bucket_of
 
-LOOK_EVERY_S = 1.0
-"""The shortest time between two checks of the configuration file."""
 RECENT_S = 3.0
 """Time over which admitted work is averaged."""
 TRANSIT_S = 0.05
 """Longest time that a request takes from here into the engine's queue, if the engine is not in a step."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -113,7 +108,6 @@ class AdmissionGate:
         self._metrics = metrics
         self._watched = WatchedFile(settings) if settings else None
         self.now_s = clock
-        self._look_at_s = clock() + LOOK_EVERY_S
         self._numbers = count()
         self._unreported: dict[int, tuple[Ticket, float]] = {}
         self._admitted_work = [AdmittedWork() for _ in self._boards]
@@ -253,14 +247,7 @@ class AdmissionGate:
         )
 
     def _reload(self) -> None:
-        if self._watched is None or self.now_s() < self._look_at_s:
-            return
-        self._look_at_s = self.now_s() + LOOK_EVERY_S
-        try:
-            changed = self._watched.changed()
-        except QosError as error:
-            _log.error("the changed settings cannot be used, so the old settings stay: %s", error)
-            return
+        changed = self._watched.poll(self.now_s()) if self._watched else None
         if changed is not None:
             self._use(changed)
 

@@ -42,9 +42,9 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """How fast this engine loads chunks, by tier."""
     events: Annotated[tuple[PoolEvent, ...], msgspec.Meta(max_length=MOST_EVENTS)] = ()
     next: Number = 0
-    """What to pass as `after` for what follows."""
+    """Pass it as `after` to get the next page."""
     whole: bool = False
-    """The page begins the whole journal: what was told before no longer counts."""
+    """The page starts the journal again from its beginning: drop the pages before it."""
     more: bool = False
     """More is there already."""
 

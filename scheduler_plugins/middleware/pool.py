@@ -76,8 +76,8 @@ def _opened() -> LocalStore:
 
 def _report(store: LocalStore, engine: str, after: str) -> PoolReport | Refusal:
     """In a thread: the store's files are read."""
-    store.see_to_the_folders()
-    advertised = find_engine(store.told(), engine)
+    store.restore_folders()
+    advertised = find_engine(store.advertised(), engine)
     if advertised is None:
         return _refusal(
             503,

@@ -85,7 +85,7 @@ async def time_steps(
     seed: int = 0,
     only: Callable[[StepLoad], bool] = lambda load: True,
 ) -> Steps:
-    """Time the steps of an otherwise idle engine. `only`: those of these loads.
+    """Time the steps of an otherwise idle engine. `only`: selects the loads to measure.
 
     Raises:
         AskError: the engine is busy or does not answer.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,11 @@ from scheduler_plugins.qos.classes import ONLY, QosClass, QosError, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.qos.watched import Watched
 from scheduler_plugins.qos.yaml_text import YamlText
+
+logger = logging.getLogger("scheduler_plugins")
+
+LOOK_EVERY_S = 1.0
+"""Shortest time between two checks whether the file has changed, in seconds."""
 
 
 class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,3 +76,18 @@ class WatchedFile(Watched[SchedulerFile]):
     def __init__(self, path: Path) -> None:
         """Read the file. Raises QosError, like `changed`, if the file is invalid."""
         super().__init__(path, parse, QosError)
+        self._look_s = 0.0
+
+    def poll(self, now_s: float) -> SchedulerFile | None:
+        """The new content, once after each valid change. Looks at the file once in `LOOK_EVERY_S`.
+
+        If the file is invalid, the log says so, and `current` stays.
+        """
+        if now_s < self._look_s:
+            return None
+        self._look_s = now_s + LOOK_EVERY_S
+        try:
+            return self.changed()
+        except QosError as error:
+            logger.error("the changed settings cannot be used, so the old settings stay: %s", error)
+            return None

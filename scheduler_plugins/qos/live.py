@@ -10,12 +10,10 @@ from pathlib import Path
 
 from scheduler_plugins.order.base import QueuePolicy
 from scheduler_plugins.order.registry import create
-from scheduler_plugins.qos.classes import QosClass, QosError
+from scheduler_plugins.qos.classes import QosClass
 from scheduler_plugins.qos.file import SchedulerSection, WatchedFile
 
 logger = logging.getLogger("scheduler_plugins")
-
-LOOK_EVERY_S = 1.0
 
 
 class LiveSettings:
@@ -32,7 +30,6 @@ class LiveSettings:
             QosError: the file is invalid.
         """
         self._file = WatchedFile(path) if path else None
-        self._look_s = 0.0
         self._section = self._file.current.scheduler if self._file else without
 
     @property
@@ -48,21 +45,8 @@ class LiveSettings:
         return create(self._section.policy, self._section.lambda_)
 
     def changed(self) -> bool:
-        """Whether the settings changed. Checks the file at most once a second.
-
-        If the file is invalid, the log says so, and the old settings stay.
-        """
-        if self._file is None or (now_s := time.monotonic()) < self._look_s:
-            return False
-        self._look_s = now_s + LOOK_EVERY_S
-        try:
-            file = self._file.changed()
-        except QosError as error:
-            logger.error(
-                "the changed settings cannot be used, so the scheduler keeps the old settings: %s",
-                error,
-            )
-            return False
+        """Whether the settings changed; see `WatchedFile.poll`."""
+        file = self._file.poll(time.monotonic()) if self._file else None
         if file is None or file.scheduler == self._section:
             return False
         self._section = file.scheduler

@@ -86,7 +86,7 @@ class Seen:
         self._logged_s = now_s
         logger.warning(
             "%s: a router signed a class %.0f s %s, by the two clocks; not believed, so such requests are of the default "
-            "class (wanted: %g s at most). Set both machines' clocks (NTP). Or somebody repeats an old header",
+            "class (at most %g s). Set both machines' clocks (NTP). Or somebody repeats an old header",
             *(HEADER, abs(off_s), "ago" if off_s > 0 else "in the future", BELIEVED_S),
         )
 

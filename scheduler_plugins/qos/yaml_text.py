@@ -96,7 +96,7 @@ class YamlText:
 
 
 def explained(said: str, form: Any) -> str:
-    """What msgspec says about a value that is not of this type, with the key, the known words, and the one that was
+    """What msgspec says about a value that is not of this type, with the key, the valid keys, and the key that was
     probably meant."""
     steps = _steps(said)
     said = _PATH.sub("", said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
@@ -138,6 +139,13 @@ class Costs(Protocol):
 
     @property
     def model(self) -> CostModel: ...
+
+
+@dataclass(frozen=True)
+class FixedCosts:
+    """`Costs` that are known from the start."""
+
+    model: CostModel
 
 
 class CostEstimator:

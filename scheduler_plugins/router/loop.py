@@ -25,7 +25,7 @@ class _Handle(Protocol):
 
 
 class _Timer:
-    """A timer of a `PatientLoop`. Its methods are those of `asyncio.TimerHandle` that callers use."""
+    """A timer of a `PatientLoop`. It has the methods of `asyncio.TimerHandle` that callers use."""
 
     __slots__ = (
         "_call",

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scheduler_plugins.order.request import BlockHash, Waiting
-from scheduler_plugins.qos.classes import QosError, default_class
+from scheduler_plugins.qos.classes import default_class
 from scheduler_plugins.qos.file import WatchedFile
-from scheduler_plugins.qos.live import LOOK_EVERY_S
 from scheduler_plugins.qos.rules import class_of
 from scheduler_plugins.qos.settings import QOS_KEY
-
-logger = logging.getLogger("scheduler_plugins.sglang")
 
 CUSTOM = "custom_params"
 """Field of SGLang's sampling parameters that reaches the scheduler as the client wrote it."""
@@ -57,7 +53,6 @@ class ClassMarker:
     def __init__(self, path: Path | None) -> None:
         """Raises QosError: the file is invalid."""
         self._file = WatchedFile(path) if path else None
-        self._look_s = 0.0
 
     @property
     def has_rules(self) -> bool:
@@ -72,7 +67,7 @@ class ClassMarker:
         """
         if self._file is None:
             return
-        self._reload(self._file)
+        self._file.poll(time.monotonic())
         settings = self._file.current
         rules = settings.request_router.routes
         if not rules:
@@ -83,18 +78,6 @@ class ClassMarker:
             request.sampling_params = [_marked(sampling, qos) for sampling in given]
         else:
             request.sampling_params = _marked(given, qos)
-
-    def _reload(self, file: WatchedFile) -> None:
-        if (now_s := time.monotonic()) < self._look_s:
-            return
-        self._look_s = now_s + LOOK_EVERY_S
-        try:
-            file.changed()
-        except QosError as error:
-            logger.error(
-                "the changed settings cannot be used, so requests get their classes as before: %s",
-                error,
-            )
 
 
 def _marked(sampling: Any, qos: str) -> Any:

@@ -8,6 +8,7 @@
 | `links`, `kv_pool` | KV between engines, and KV that all engines share |
 | `node`, `journey` | an engine and a cluster as a policy sees them, and one request's way |
 | `timeline`, `roles`, `cluster` | one heap of events, roles that change, and the whole cluster |
-| `report`, `picture`, `simulate`, `command` | the results, and the way from settings to results |
+| `fleet`, `simulate`, `capacity` | unlike engines and their file, the way from settings to results, and the highest rate that keeps a promise |
+| `report`, `picture`, `command` | the results in numbers, as a picture, and as a command |
 | `mock/` | an engine with HTTP that takes its times from the same model |
 """

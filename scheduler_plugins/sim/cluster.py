@@ -126,6 +126,7 @@ class Cluster:
         if present is not None and present.up:
             raise ValueError(f"engine {node.name}: exists already; names must be unique")
         self.nodes[node.name] = node
+        self.links.place(node.name, node.place)
         self._rooms.clear(node.name)
         node.engine.hand_over = partial(self._computed, node)
         node.engine.on_end = partial(self._ended, node)
@@ -281,10 +282,10 @@ class Cluster:
         self._put(node, prefill.request.block_hashes, now_s)
         if journey.p is None or journey.d is None or journey.d is node:
             return False
-        network, fresh = self.links.network, prefill.request.tokens - journey.record.cached_tokens
-        prefill_s = node.costs.prefill_s(prefill.request.tokens, prefill.request.tokens - fresh)
-        size = int(network.exposed_bytes(prefill.request.tokens, prefill_s))
-        self._rooms.wait(journey, size, now_s)
+        tokens, cached = prefill.request.tokens, journey.record.cached_tokens
+        prefill_s = node.costs.prefill_s(tokens, cached)
+        size = self.links.exposed_bytes(node.name, journey.d.name, tokens, prefill_s, now_s)
+        self._rooms.wait(journey, int(size), now_s)
         return True
 
     def _first_token(self, record: Served) -> None:

@@ -21,8 +21,9 @@ from pd_connector.errors import PDConnectorError
 from pd_connector.tools.command_line import option, run, single
 from pd_connector.tools.output import write_problem
 from scheduler_plugins.cost.profile import load
+from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.registry import DEFAULT
-from scheduler_plugins.sim import trace
+from scheduler_plugins.sim import fleet, trace
 from scheduler_plugins.sim.kv_pool import PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.picture import svg
@@ -87,6 +88,7 @@ _TEXTS = (
     ("compare", "", "NAMES", "policies to compare, separated by commas; all: every policy"),
     ("order", "srjf_calibrated", "NAME", "order of the engines' queues"),
 )
+_FLEET = "unlike engines and their links, in place of the numbers of engines, costs, room and links; pd-router plan writes such files"
 
 
 def play(**options: Any) -> None:
@@ -99,7 +101,7 @@ def play(**options: Any) -> None:
         given.per_s = _rates(given.per_s)
         _check(given)
         scenario = _scenario(given)
-        recorded = [trace.load(path, given.limit) for path in given.trace]
+        recorded = [_recorded(path, given) for path in given.trace]
         arrivals = scenario.arrivals(*recorded, per_s=given.per_s)
         names = policies(given.compare) if given.compare else [given.policy]
         runs = [(name, roles) for name in names for roles in _names(given.roles) or [""]]
@@ -122,6 +124,15 @@ def play(**options: Any) -> None:
         _fail(f"not written: {error}")
 
 
+def _recorded(path: Path, given: SimpleNamespace) -> Sequence[Waiting]:
+    """The part of a trace that is played."""
+    limit = None if given.limit is None else given.skip + given.limit
+    requests = trace.load(path, limit)
+    if given.skip >= len(requests):
+        raise ValueError(f"skip {given.skip}: {path} has only {len(requests):,} requests")
+    return requests[given.skip :]
+
+
 def _fail(reason: str) -> NoReturn:
     print(reason, file=sys.stderr)
     raise typer.Exit(FAILED)
@@ -131,6 +142,8 @@ def _check(given: SimpleNamespace) -> None:
     """Raises ValueError for errors that would otherwise appear only after the simulation."""
     if given.limit is not None and given.limit < 1:
         raise ValueError(f"limit {given.limit}: must be 1 or more requests")
+    if given.skip < 0:
+        raise ValueError(f"skip {given.skip}: must be 0 or more requests")
     if given.per_s and len(given.per_s) != len(given.trace):
         raise ValueError(
             f"per_s {given.per_s}: must have a rate for each of {len(given.trace)} traces"
@@ -153,6 +166,7 @@ def _scenario(given: SimpleNamespace) -> Scenario:
     settings = {name: getattr(given, name) for name in [*_COUNTS, *_NUMBERS]}
     return Scenario(
         **settings,
+        fleet=fleet.load(given.fleet) if given.fleet else None,
         order=given.order,
         costs=load(given.cost_model) if given.cost_model else COSTS,
         cpu_costs=load(given.cpu_cost_model) if given.cpu_cost_model else CPU_COSTS,
@@ -180,6 +194,8 @@ def _parameters() -> Iterator[Parameter]:
         whose = "the --cpu-prefill engines" if name.startswith("cpu") else "the engines"
         meaning = f"cost model of {whose}; pd-connector profile writes it"
         yield option(name, Path | None, None, meaning, metavar="FILE")
+    yield option("fleet", Path | None, None, _FLEET, metavar="FILE")
+    yield option("skip", int, 0, "leave out the first N requests", metavar="N")
     yield option("limit", int | None, None, "play only the first N requests", metavar="N")
     for name, what in (("ttft", "time to first token"), ("tpot", "time per token")):
         meaning = f"promised {what}; goodput counts requests that keep it, and policies reject requests that would break it"

@@ -10,20 +10,14 @@ from math import inf
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.qos.classes import ONLY, QosClass
+from scheduler_plugins.queue.prefix_index import FixedCosts
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.engine import SimulatedEngine
 from scheduler_plugins.sim.kv_pool import KvPool
-from scheduler_plugins.sim.links import Links
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A cost model that is known from the start."""
-
-    model: CostModel
+from scheduler_plugins.sim.links import NOWHERE, Links, Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +37,7 @@ class NodeSettings:
     """Delay until the router knows of cached blocks."""
     pull_prefix: bool = False
     """Whether an engine fetches cached prefixes from others."""
+    place: Place = NOWHERE
 
 
 class Node(Loaded):
@@ -51,6 +46,7 @@ class Node(Loaded):
     def __init__(self, name: str, role: Role, settings: NodeSettings) -> None:
         self.name = name
         self.role = role
+        self.place = settings.place
         self.up = True
         self.draining = False
         self.costs = settings.truth
@@ -61,7 +57,7 @@ class Node(Loaded):
             create(settings.order),
             self.cache.hashes,
             page_size=settings.block_tokens,
-            costs=_Known(settings.truth),
+            costs=FixedCosts(settings.truth),
             classes=settings.classes,
         )
         self.engine = SimulatedEngine(

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
-from typing import NamedTuple
 
+from scheduler_plugins.cost.engine_profile import EngineProfile
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.qos.classes import QosClass, Slo
@@ -18,6 +19,7 @@ from scheduler_plugins.router.policies.registry import BOTH_SIDES, DEFAULT, PREF
 from scheduler_plugins.router.roles.controller import RoleController
 from scheduler_plugins.router.roles.registry import create as create_roles
 from scheduler_plugins.sim.cluster import Cluster
+from scheduler_plugins.sim.fleet import MOST_ENGINES, Fleet, Part
 from scheduler_plugins.sim.kv_pool import KvPool, PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.node import Node, NodeSettings
@@ -31,24 +33,20 @@ real engine."""
 CPU_COSTS = CostModel(a=6e-4, b=6e-9, c=0.2, d0=0.1, d1=2e-3, d2=1e-7)
 """An invented engine without a GPU, ten times slower."""
 CHUNK_TOKENS = 2048
-MOST_ENGINES = 10_000
-"""The most engines of each kind. A larger number is a typing mistake, and memory would run out."""
 ONLY_CLASS, BACKGROUND = "default", "background"
 """Classes of requests for which a user waits, and of background requests."""
 _BACKGROUND_PART = 0.05
 """Fraction of every engine's time that is reserved for background requests."""
-_LETTERS = {Role.DECODE: "d", Role.WHOLE: "b", Role.CPU_PREFILL: "c"}
+_LETTERS = {
+    Role.PREFILL: "p",
+    Role.DECODE: "d",
+    Role.BOTH: "e",
+    Role.WHOLE: "b",
+    Role.CPU_PREFILL: "c",
+}
 """Names of engines begin with these."""
 CONDUCTOR_GLOBAL = "conductor+pull"
 """The policy `conductor` with engines that fetch prefixes from each other."""
-
-
-class Unlike(NamedTuple):
-    """A prefill engine that is unlike the others, as of another tensor parallelism."""
-
-    costs: CostModel
-    gpus: int = 1
-    """It has this many times the others' prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,8 @@ class Scenario:
     cpu_prefill: int = 0
     """Engines for long prompts of background requests: policy `length`."""
     costs: CostModel = COSTS
-    unlike: tuple[Unlike, ...] = ()
-    """The first prefill engines, if they are unlike the others."""
+    fleet: Fleet | None = None
+    """Unlike engines, in place of the numbers above, `costs`, `kv_tokens` and, if it says so, `network`."""
     cpu_costs: CostModel = CPU_COSTS
     """Cost model of the `cpu_prefill` engines."""
     level: int = 1
@@ -95,8 +93,6 @@ class Scenario:
                 raise ValueError(
                     f"{name} {count}: must be a number of engines up to {MOST_ENGINES:,}"
                 )
-        if len(self.unlike) > self.prefill:
-            raise ValueError(f"unlike {len(self.unlike)}: must be at most prefill {self.prefill}")
         for name in ("speed", "kv_tokens"):
             if not (value := getattr(self, name)) > 0 or (name == "speed" and value == inf):
                 raise ValueError(f"{name} {value}: must be a number above 0")
@@ -107,70 +103,74 @@ class Scenario:
             raise ValueError(f"lag_s {self.lag_s}: must be a number of seconds from 0 on")
         if self.level not in (1, 2):
             raise ValueError(f"level {self.level}: must be 1 (whole prompts) or 2 (steps)")
-        if not self.decode + self.both:
+        number = self.parts.number
+        if not number(Role.DECODE, Role.WHOLE):
             raise ValueError("decode 0: at least one engine must answer (--decode or --both)")
-        if self.decode and not self.prefill + self.both:
+        # A fleet's decode engines without others serve alone, as behind the live router.
+        alone = self.fleet is not None
+        if number(Role.DECODE) and not alone and not number(Role.PREFILL, Role.WHOLE):
             raise ValueError("prefill 0: at least one engine must compute prompts (--prefill)")
-        if self.decode and self.both:
+        if number(Role.DECODE) and number(Role.WHOLE):
             raise ValueError(
                 "both: engines that do both replace --prefill and --decode: give 0 for them"
             )
-        if self.cpu_prefill and not self.prefill:
+        if number(Role.CPU_PREFILL) and not number(Role.PREFILL):
             raise ValueError(
                 "cpu_prefill: these engines only help --prefill engines; give at least one of those"
             )
         if not 0 <= self.background <= 1:
             raise ValueError(f"background {self.background}: must be between 0 and 1")
 
-    @property
-    def truth(self) -> CostModel:
-        """The cost model at this level."""
-        return self._at_level(self.costs)
-
     def _at_level(self, costs: CostModel) -> CostModel:
         if self.level == 1:
             return replace(costs, chunk_tokens=0)
         return replace(costs, chunk_tokens=costs.chunk_tokens or CHUNK_TOKENS)
 
+    @property
+    def parts(self) -> Fleet:
+        """The fleet, or one of the numbers of engines."""
+        if self.fleet is not None:
+            return self.fleet
+        like = EngineProfile(costs=self.costs, kv_tokens=self.kv_tokens)
+        slow = EngineProfile(costs=self.cpu_costs, kv_tokens=self.kv_tokens)
+        parts = (
+            Part(role=Role.PREFILL, profile=like, number=self.prefill),
+            Part(role=Role.DECODE, profile=like, number=self.decode),
+            Part(role=Role.WHOLE, profile=like, number=self.both),
+            Part(role=Role.CPU_PREFILL, profile=slow, number=self.cpu_prefill),
+        )
+        return Fleet(parts=parts)
+
     def nodes(self) -> list[Node]:
-        """Idle engines with empty caches: `p0`, `p1`, ..., `d0`, ... or `b0`, ..., and `c0`, ..."""
-        settings = NodeSettings(
-            truth=self.truth,
-            cache_blocks=self.cache_blocks,
+        """Idle engines with empty caches, in the order of the parts: `p0`, `p1`, ..., `d0`, ... or `b0`, ..., and `c0`,
+        ..."""
+        nodes, counts = list[Node](), Counter[str]()
+        for part in self.parts.parts:
+            settings, letter = self._settings(part), _LETTERS[part.role]
+            for _ in range(part.number):
+                nodes.append(Node(f"{letter}{counts[letter]}", part.role, settings))
+                counts[letter] += 1
+        return nodes
+
+    def _settings(self, part: Part) -> NodeSettings:
+        return NodeSettings(
+            truth=self._at_level(part.profile.costs),
+            cache_blocks=part.profile.cache_blocks or self.cache_blocks,
             block_tokens=self.block_tokens,
-            kv_tokens=self.kv_tokens if self.level == 2 else inf,
+            kv_tokens=part.profile.kv_tokens if self.level == 2 else inf,
             order=self.order,
             classes=self._classes,
             lag_s=self.lag_s,
             pull_prefix=self.pull_prefix,
+            place=part.place,
         )
-        slow = replace(settings, truth=self._at_level(self.cpu_costs))
-        unlike = [
-            replace(
-                settings,
-                truth=self._at_level(engine.costs),
-                cache_blocks=self.cache_blocks * engine.gpus,
-            )
-            for engine in self.unlike
-        ]
-        prefill = [*unlike, *[settings] * (self.prefill - len(unlike))]
-        counts = (
-            (Role.DECODE, self.decode, settings),
-            (Role.WHOLE, self.both, settings),
-            (Role.CPU_PREFILL, self.cpu_prefill, slow),
-        )
-        return [Node(f"p{n}", Role.PREFILL, made_so) for n, made_so in enumerate(prefill)] + [
-            Node(f"{_LETTERS[role]}{n}", role, made_so)
-            for role, count, made_so in counts
-            for n in range(count)
-        ]
 
     def cluster(self, policy: str, decode_policy: str = "") -> Cluster:
         """An idle cluster with this policy."""
         return Cluster(
             self.nodes(),
             create(policy, decode_policy),
-            network=self.network,
+            network=self.parts.network or self.network,
             pool=KvPool(self.pool, self.block_tokens) if self.pool.blocks else None,
             classes=self._classes,
             seed=self.seed,

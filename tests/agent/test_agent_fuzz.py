@@ -30,7 +30,7 @@ from support.agents import (
 
 from pd_connector.agent.producing.producer_side import MOST_LINES
 from pd_connector.errors import Cause
-from pd_connector.kv.geometry import Shard
+from pd_connector.kv.geometry import Geometry, Section, Shard, state_group
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.fields import MAX_MESSAGE_BYTES
 from pd_connector.protocol.wire.peers import Source
@@ -443,7 +443,20 @@ LIED_GEOMETRIES = {
     "another dtype": geometry_of(dtype="fp4"),
     "scales of nothing": geometry_of(dtype="fp8_e4m3", scales=((0.0, float("nan")),) * 2),
     "scales for one layer": geometry_of(dtype="fp8_e4m3", scales=((1.0, 1.0),)),
-    "state": geometry_of(kind="recurrent"),
+    "a state without sections": geometry_of(kind="state"),
+    "sections that are no state's": geometry_of(sections=(Section("ssm", 2, 4, 4, "bfloat16"),)),
+    "a state of everything": Geometry(
+        Shard(0, 2, 0, 1),
+        (state_group((0, 1), (Section("ssm", 1 << 31, 1 << 31, 1 << 31, "float32"),)),),
+    ),
+    "a state of nothing known": Geometry(
+        Shard(0, 2, 0, 1), (state_group((0, 1), (Section("ssm", 2, 4, 4, "fp4"),)),)
+    ),
+    "one entry for everything": geometry_of(state_tokens=1 << 31),
+    "an interleave beyond the page": geometry_of(Shard(0, 2, 0, 2, cp_size=2), interleave=1 << 31),
+    "tokens that nobody holds": geometry_of(Shard(0, 2, 0, 1, cp_size=4096), interleave=1),
+    "a long period": geometry_of(Shard(0, 2, 0, 4093, cp_size=4093), heads=1, interleave=16),
+    "a rank beyond its copies": geometry_of(Shard(0, 2, 0, 1, pcp_rank=9, pcp_size=2)),
     "a table far away": geometry_of(table=1 << 31),
 }
 
@@ -457,7 +470,10 @@ def test_a_geometry_that_is_none_costs_its_sender_the_transfer_only(
     address = {"tcp2": DIALLED}
     liar = LyingConsumer(context, producer.agent.port)
     geometry = LIED_GEOMETRIES[name]
-    liar.say(msgspec.structs.replace(HELLO, geometry=geometry, transports=address))
+    said = {"geometry": geometry}
+    if geometry.needs_schema > 1:
+        said = {"extended": geometry}
+    liar.say(msgspec.structs.replace(HELLO, transports=address, **said))
     for size in (256 << 10, 1 << 20):
         liar.say(msgspec.structs.replace(OPEN, chunk_bytes=size, slots=[0, 1]))
     liar.say(messages.Heartbeat([]), messages.Cancel("bait", ""), messages.Done("bait"))

@@ -360,14 +360,14 @@ def test_what_a_hung_agent_seals_of_pages_that_were_taken_back_is_not_sent(
     assert_serves_on(producer, consumer, "before")
     if not guarded:
         monkeypatch.setattr(PageGate, "_check", lambda *_: None)
-    write = SendPipeline._start_write
+    write = SendPipeline._write
     sent: list[str] = []
 
-    def noted(box: SendPipeline, start: Any, send: Any, *others: Any) -> None:
-        sent.append(send.transfer)
-        write(box, start, send, *others)
+    def noted(pipeline: SendPipeline, chunk: Any, *others: Any) -> None:
+        sent.append(chunk.transfer)
+        write(pipeline, chunk, *others)
 
-    monkeypatch.setattr(SendPipeline, "_start_write", noted)
+    monkeypatch.setattr(SendPipeline, "_write", noted)
     hang = Hang(monkeypatch, next(t for t in producer.transports if t.prepares), "prepare")
     producer.offer("t", [1, 2, 3])
     consumer.load(producer.source, "t", [5, 6, 7])

@@ -43,18 +43,18 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """The kind of each payload that was posted."""
     kinds: list[type] = []
-    start, offer = send_pipeline.SendPipeline._writer, send_pipeline.SendPipeline._leave_slot
+    write, leave = send_pipeline.SendPipeline._write, send_pipeline.SendPipeline._leave
 
-    def seen_start(box: Any, send: Any, way: Any, payload: Any, *rest: Any) -> Any:
+    def seen_write(pipeline: Any, chunk: Any, payload: Any, *rest: Any) -> Any:
         kinds.append(type(payload))
-        return start(box, send, way, payload, *rest)
+        return write(pipeline, chunk, payload, *rest)
 
-    def seen_offer(box: Any, send: Any, payload: Any, *rest: Any) -> Any:
+    def seen_leave(pipeline: Any, chunk: Any, payload: Any) -> Any:
         kinds.append(type(payload))
-        return offer(box, send, payload, *rest)
+        return leave(pipeline, chunk, payload)
 
-    monkeypatch.setattr(send_pipeline.SendPipeline, "_writer", seen_start)
-    monkeypatch.setattr(send_pipeline.SendPipeline, "_leave_slot", seen_offer)
+    monkeypatch.setattr(send_pipeline.SendPipeline, "_write", seen_write)
+    monkeypatch.setattr(send_pipeline.SendPipeline, "_leave", seen_leave)
     return kinds
 
 

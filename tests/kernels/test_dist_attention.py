@@ -54,8 +54,8 @@ class Case:
         """Queries to the ranks that hold KV, and partials to the ranks that asked."""
         place = self.placement
         others = [other for other in range(len(self.ranks)) if other != rank]
-        asked = sum(len(place.asked(rank, other)) for other in others)
-        answered = sum(len(place.asked(other, rank)) for other in others)
+        asked = sum(len(place.requested(rank, other)) for other in others)
+        answered = sum(len(place.requested(other, rank)) for other in others)
         query_bytes = HEADS * DIM * self.dtype.itemsize
         return self.queries * (asked * query_bytes + answered * PARTIAL_BYTES)
 

@@ -367,11 +367,11 @@ def test_a_payload_that_is_damaged_on_its_way_is_noticed(
 
 def damage(producer: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the producer has summed is changed before it is sent."""
-    start = send_pipeline.SendPipeline._writer
+    write = send_pipeline.SendPipeline._write
 
-    def damaged(box, send, way, payload, found):
+    def damaged(pipeline, chunk, payload, *rest):
         changed = bytearray(payload)
         changed[100] ^= 4
-        return start(box, send, way, memoryview(changed), found)
+        write(pipeline, chunk, memoryview(changed), *rest)
 
-    monkeypatch.setattr(send_pipeline.SendPipeline, "_writer", damaged)
+    monkeypatch.setattr(send_pipeline.SendPipeline, "_write", damaged)

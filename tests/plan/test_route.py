@@ -188,7 +188,7 @@ def changed(geometry: Geometry, **fields: Any) -> Geometry:
         ({}, {"heads": 4}, "heads 8 / 4"),
         ({"key_dim": 64}, {}, "key_dim 64 / 8"),
         ({}, {"value_dim": 16}, "value_dim 8 / 16"),
-        ({"kind": "recurrent"}, {"kind": "recurrent", "page_size": 32}, "recurrent.*16 / 32"),
+        ({"interleave": 16, "state_tokens": 4}, {"state_tokens": 2}, "state_tokens 4 / 2"),
         ({"window": 64}, {}, "window of 64 tokens, consumer wants all.*hybrid KV cache manager"),
         ({"window": 64}, {"window": 65}, "window of 64 tokens, consumer wants 65"),
         ({"dtype": "nvfp4"}, {}, "cache dtype nvfp4 / bfloat16.*fp8_e4m3"),

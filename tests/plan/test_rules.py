@@ -5,16 +5,20 @@ import hashlib
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.geometry import Geometry, Group, Section, Shard, state_group
 from pd_connector.plan.chunks import chunk_limit, plan
 from pd_connector.plan.route import routes
 from pd_connector.plan.rules import RULES, PlanRules
 
 CODECS = ("fp8_e4m3", "int8", "raw")
-DIGESTS = {1: "0e58cb27db347d1306936e3baf1f2044a2c5331c98206f1e9175cc7da8e14a13"}
-"""Digests of the routes and plans of 1,500 pairs, by schema."""
+_FIRST = "0e58cb27db347d1306936e3baf1f2044a2c5331c98206f1e9175cc7da8e14a13"
+DIGESTS = {1: _FIRST, 2: _FIRST}
+"""Digests of the routes and plans of 1,500 pairs that schema 1 can say, by schema."""
+EXTENDED_DIGESTS = {2: "76c8c7325dddcd0312c2848e8861e4ff19609d4d84e63f7ac64df2bc38ad0437"}
+"""Digests of the routes and plans of 500 pairs with states, context parallelism or entries for several tokens."""
 
 
 def some_group(chosen: random.Random) -> dict[str, object]:
@@ -71,6 +75,46 @@ def digest_of(rules: PlanRules) -> str:
             for chunk in chunks:
                 summed.update(repr((*chunk, chunk.nbytes(paths[chunk.route]))).encode())
     return summed.hexdigest()
+
+
+def extended_geometry(chosen: random.Random, page: int, entry: int, units: int) -> Geometry:
+    """A rank with attention, whose tokens others may share, and states."""
+    tp, pcp = chosen.choice([1, 2, 4, 8]), chosen.choice([1, 1, 2])
+    cp = chosen.choice([n for n in (1, 2, 4) if max(1, tp // 2) * pcp % n == 0])
+    shard = Shard(0, 6, chosen.randrange(tp), tp, cp, chosen.randrange(pcp), pcp)
+    interleave = chosen.choice([entry, page]) if cp > 1 else 0
+    kv = Group("attention", (0, 1, 2), 2, 64, 64, page, 0, "bfloat16", "HND", True)
+    kv = msgspec.structs.replace(kv, state_tokens=entry, interleave=interleave)
+    sections = (
+        Section("conv.q", units, 3, 32, "bfloat16"),
+        Section("ssm", 16, 64, 64, "float32"),
+    )
+    return Geometry(shard, (kv, state_group((3, 4, 5), sections, table=1)))
+
+
+def digest_of_extended(rules: PlanRules) -> str:
+    chosen, summed = random.Random(7), hashlib.sha256()
+    for _ in range(500):
+        entry, units = chosen.choice([1, 4]), chosen.choice([1, 2, 16])
+        pages = [entry * chosen.choice([8, 32]) for _ in range(2)]
+        pair = [extended_geometry(chosen, page, entry, units) for page in pages]
+        paths = routes(*pair, CODECS, chosen.choice([CODECS, ("raw",)]), rules)
+        stop = chosen.choice([1, 15, 100, 1000, 5000])
+        limit = chunk_limit(paths, stop, 1 << 20, chosen.choice([None, 3e7]))
+        for path in paths:
+            known = path.layers, path.heads, path.source_head, path.destination_head, path.codec
+            tokens = path.stripes and path.stripes.runs
+            name = path.section and path.section.name
+            summed.update(repr((*known, path.verbatim, tokens, name)).encode())
+        for chunk in plan(paths, 0, stop, limit, state_token=max(1, stop - 1)):
+            summed.update(repr((*chunk, chunk.nbytes(paths[chunk.route]))).encode())
+    return summed.hexdigest()
+
+
+@pytest.mark.parametrize("schema", sorted(EXTENDED_DIGESTS))
+def test_what_schema_2_added_stays_as_it_was(schema: int) -> None:
+    """See `test_routes_and_plans_of_a_schema_stay_as_they_were`."""
+    assert digest_of_extended(RULES[schema]) == EXTENDED_DIGESTS[schema]
 
 
 @pytest.mark.parametrize("schema", sorted(RULES))

@@ -276,7 +276,7 @@ def test_kv_that_came_in_fp8_is_neither_written_nor_read(codec: str) -> None:
 
 
 def other_than(found: Record, **fields: Any) -> tuple[Miss, str] | None:
-    return problem_of(msgspec.structs.replace(found, **fields), wanted=wanted(found))
+    return problem_of(msgspec.structs.replace(found, **fields), expected=wanted(found))
 
 
 @pytest.mark.parametrize(
@@ -317,6 +317,6 @@ def test_samples_of_weights_are_not_enough_to_read() -> None:
 
 
 def test_a_file_under_the_name_of_another_is_damaged() -> None:
-    problem = problem_of(record(range(1, 129)), wanted=wanted(RECORD))
+    problem = problem_of(record(range(1, 129)), expected=wanted(RECORD))
     assert problem is not None
     assert problem[0] is Miss.DAMAGED

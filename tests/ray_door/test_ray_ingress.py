@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest
 from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress
 
-from pd_connector.ray.ingress import SecondChanceIngress
+from pd_connector.ray.servers import SecondChanceIngress
 
 DIES = RayActorError()
 

@@ -19,10 +19,9 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.wire.params import ProducerAddress, parse
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.ray.app import build_pd_app
-from pd_connector.ray.backend import PDConnectorBackend
-from pd_connector.ray.binding import BindingPatience
+from pd_connector.ray.backend import NoAddressError, PDConnectorBackend, PublishedAddress
 from pd_connector.ray.carried import why_alone
-from pd_connector.ray.published import NoAddressError, PublishedAddress
+from pd_connector.ray.servers import BindingPatience
 from scheduler_plugins.vllm.request_queue import qos_of
 
 KEY = "0123456789abcdef" * 4

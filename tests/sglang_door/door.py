@@ -30,7 +30,7 @@ from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.manager import Manager
-from pd_connector.sglang.prefill_engines import Found
+from pd_connector.sglang.prefill_engines import LookupResult
 from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.receiver import Receiver
 from pd_connector.sglang.recompute import SecondPrefill
@@ -83,14 +83,14 @@ class Engine(Manager):
             leads=True,
             vocabulary=sys.maxsize,
         )
-        self.found = Found(())
+        self.found = LookupResult(())
         self.forgotten: list[str] = []
 
     def _windowed(self, slots: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.pool.translate_loc_from_full_to_swa(slots)
         return found
 
-    def prefill_engine(self, address: str) -> Found:
+    def prefill_engine(self, address: str) -> LookupResult:
         return self.found
 
     def forget_prefill_engine(self, address: str) -> None:
@@ -130,7 +130,7 @@ class Pair:
         self.p = Engine(produces=True, page_size=page_sizes[0], pool=pools[0])
         self.d = Engine(produces=False, page_size=page_sizes[1], pool=pools[1])
         peer = Peer(Source("127.0.0.1", self.p.agent.port, "p"), own_shard(self.p.pool, 0, 1))
-        self.d.found = Found(((peer,),))
+        self.d.found = LookupResult(((peer,),))
 
     def request(self, tokens: range = range(TOKENS)) -> Any:
         return make_request(tokens)

@@ -5,7 +5,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 from support.printed import PAGES, blocks, commands, words
+
+pytest.importorskip("sglang.srt")
 
 SERVER = ["python", "-m", "sglang.launch_server"]
 ENGINES = [

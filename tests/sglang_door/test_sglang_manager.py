@@ -25,7 +25,7 @@ from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.sglang import manager as manager_module
-from pd_connector.sglang import registration
+from pd_connector.sglang import registry
 from pd_connector.sglang.manager import Manager
 from pd_connector.sglang.prefill_engines import look_up_often
 from pd_connector.sglang.support import _WANTED
@@ -229,9 +229,9 @@ def test_the_registry_is_told_where_in_its_engine_a_rank_is(
     monkeypatch.setattr(runtime_context, "get_serving", lambda: serving)
     monkeypatch.setattr(runtime_context, "get_disagg", lambda: disagg)
     args = {"pp_rank": 0, "system_dp_rank": 0, "page_size": 16, "kv_cache_dtype_str": "bfloat16"}
-    found = registration._row(SimpleNamespace(**args | kv_args), "h", 5)
+    found = registry._row(SimpleNamespace(**args | kv_args), "h", 5)
     assert found == {**found, **row}
-    assert registration.global_rank(place) == number
+    assert registry.global_rank(place) == number
 
 
 def test_a_rank_registers_once_the_registry_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +247,10 @@ def test_a_rank_registers_once_the_registry_takes_it(monkeypatch: pytest.MonkeyP
 
         def log_message(self, *args: Any) -> None: ...
 
-    monkeypatch.setattr(registration, "_RETRY_S", 0.01)
+    monkeypatch.setattr(registry, "_RETRY_S", 0.01)
     with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        registration._put("127.0.0.1", server.server_port, b"row")
+        registry._put("127.0.0.1", server.server_port, b"row")
         server.shutdown()
     assert taken == [("/route", b"row")] * 3
 

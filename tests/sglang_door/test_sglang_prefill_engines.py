@@ -16,7 +16,7 @@ from support.agents import KEY, LONG, Ranks, ranks, until
 
 from pd_connector.config import Config
 from pd_connector.errors import Cause
-from pd_connector.sglang.prefill_engines import AT_ONCE, MOST_FAILED, Found, PrefillEngines
+from pd_connector.sglang.prefill_engines import AT_ONCE, MOST_FAILED, LookupResult, PrefillEngines
 
 __all__ = ["ranks"]
 
@@ -78,7 +78,7 @@ def engines(connect_timeout_s: float) -> Iterator[PrefillEngines]:
     made.close()
 
 
-def found(engines: PrefillEngines, address: str) -> Found:
+def found(engines: PrefillEngines, address: str) -> LookupResult:
     until(lambda: engines.look_up(address) is not None, "the end of the look-up")
     end = engines.look_up(address)
     assert end is not None
@@ -95,7 +95,7 @@ def test_a_registry_names_a_rank_and_the_rank_names_all(
 ) -> None:
     rank = ranks(LONG)
     address = registry((503, b"not all ranks have registered"), (200, row(rank.agent.port)))
-    assert found(engines, address) == Found(((rank.peer,),))
+    assert found(engines, address) == LookupResult(((rank.peer,),))
 
 
 @patient
@@ -105,7 +105,7 @@ def test_each_replica_of_an_engine_is_asked_for_its_own_ranks(
     one, other = ranks(LONG), ranks(LONG)
     engine = json.dumps({"dp_size": 2, "follow_bootstrap_room": True}).encode()
     address = registry((200, engine), (200, row(one.agent.port)), (200, row(other.agent.port)))
-    assert found(engines, address) == Found(((one.peer,), (other.peer,)))
+    assert found(engines, address) == LookupResult(((one.peer,), (other.peer,)))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_registry_cannot_make_an_engine_ask_without_end(
 def test_a_control_port_is_an_address_too(ranks: Ranks, engines: PrefillEngines) -> None:
     """So a prefill engine that is not SGLang's is reached."""
     rank = ranks(LONG)
-    assert found(engines, f"127.0.0.1:{rank.agent.port}") == Found(((rank.peer,),))
+    assert found(engines, f"127.0.0.1:{rank.agent.port}") == LookupResult(((rank.peer,),))
 
 
 @patient
@@ -232,7 +232,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_an_engine(
     )  # which keeps the proxies of an earlier day
     monkeypatch.setenv("http_proxy", f"http://{registry((502, b'no such host'))}")
     rank = ranks(LONG)
-    assert found(engines, registry((200, row(rank.agent.port)))) == Found(((rank.peer,),))
+    assert found(engines, registry((200, row(rank.agent.port)))) == LookupResult(((rank.peer,),))
 
 
 class Dripping(BaseHTTPRequestHandler):
@@ -267,7 +267,7 @@ def test_a_registry_that_answers_without_end_keeps_nobody_waiting(
             problem = found(engines, address).problem
             assert problem is not None
             assert problem[0] is Cause.UNREACHABLE
-        assert found(engines, good) == Found(((rank.peer,),))
+        assert found(engines, good) == LookupResult(((rank.peer,),))
     finally:
         end(servers)
 

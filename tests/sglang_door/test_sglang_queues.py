@@ -26,7 +26,7 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.cache import own_shard
 from pd_connector.sglang.failure import TransferError
-from pd_connector.sglang.prefill_engines import Found
+from pd_connector.sglang.prefill_engines import LookupResult
 from pd_connector.sglang.receiver import Receiver
 from pd_connector.sglang.requests import transfer_of
 
@@ -274,12 +274,14 @@ def test_a_first_token_that_is_none_ends_its_request(pair: Pair, vocabulary: int
 
 def test_an_engine_that_is_not_there_is_named_and_asked_for_anew(pair: Pair) -> None:
     req = pair.request()
-    pair.d.found = Found((), (Cause.UNREACHABLE, "nobody there"))
+    pair.d.found = LookupResult((), (Cause.UNREACHABLE, "nobody there"))
     receiver = pair.receiver(req)
     assert receiver.poll() == KVPoll.Failed
     with pytest.raises(TransferError, match="unreachable: nobody there"):
         receiver.failure_exception()
-    pair.d.found = Found(((Peer(Source("127.0.0.1", 1, "p"), own_shard(pair.p.pool, 0, 1)),),))
+    pair.d.found = LookupResult(
+        ((Peer(Source("127.0.0.1", 1, "p"), own_shard(pair.p.pool, 0, 1)),),)
+    )
     receiver = pair.receiver(req)
     reach(receiver.poll, KVPoll.Failed)
     assert pair.d.forgotten == ["127.0.0.1:8998"]
@@ -345,7 +347,7 @@ def test_pages_that_are_not_of_the_pool_end_their_request_alone(pair: Pair, page
 def test_a_decode_engine_that_is_named_as_the_prefill_engine_says_so(pair: Pair) -> None:
     """A request that names the engine that it is sent to."""
     itself = Peer(Source("127.0.0.1", pair.d.agent.port, "d"), pair.d.shard)
-    pair.d.found = Found(((itself,),))
+    pair.d.found = LookupResult(((itself,),))
     receiver = pair.receiver(pair.request())
     reach(receiver.poll, KVPoll.Failed)
     with pytest.raises(TransferError, match=r"role|unreachable"):

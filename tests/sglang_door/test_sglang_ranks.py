@@ -19,7 +19,7 @@ from support.agents import until
 from pd_connector.errors import Cause
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.failure import TransferError
-from pd_connector.sglang.prefill_engines import Found
+from pd_connector.sglang.prefill_engines import LookupResult
 from pd_connector.sglang.receiver import Receiver
 from pd_connector.sglang.sender import Sender
 
@@ -42,7 +42,7 @@ class Ranks:
             sender.init(len(PAGES), 1)
             self.senders.append(sender)
         for engine in self.decode:
-            engine.found = Found((peers,))
+            engine.found = LookupResult((peers,))
             receiver = Receiver(engine, "127.0.0.1:8998", ROOM)
             receiver.bind(self.request)
             receiver.init(0)

@@ -25,7 +25,7 @@ from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.protocol.wire.prefill_server import PrefillServer
 from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.manager import Manager
-from pd_connector.sglang.prefill_engines import Found
+from pd_connector.sglang.prefill_engines import LookupResult
 from pd_connector.sglang.receiver import Receiver
 from pd_connector.sglang.recompute import (
     SecondPrefill,
@@ -63,7 +63,7 @@ class Recomputing(Engine):
         self._second_prefills = SecondPrefills("secret", CONFIG)
         return Manager.resume(self, body, address, server)
 
-    def look_up(self, address: str) -> Found | None:
+    def look_up(self, address: str) -> LookupResult | None:
         return self.found
 
 
@@ -207,7 +207,7 @@ def test_the_replica_is_asked_that_the_new_room_names(
     pair.sender(Pair.request(pair)).abort()
     receiver = pair.receiver(pair.request())
     (peers,) = pair.d.found.replicas
-    pair.d.found = Found(((Peer(Source("127.0.0.1", 1, "other"), peers[0].shard),), peers))
+    pair.d.found = LookupResult(((Peer(Source("127.0.0.1", 1, "other"), peers[0].shard),), peers))
     monkeypatch.setattr(secrets, "randbits", lambda bits: 4)  # room 5
     reach(receiver.poll, KVPoll.WaitingForInput)
     receiver.send_metadata(pair.pages(pair.d, 3), 1)

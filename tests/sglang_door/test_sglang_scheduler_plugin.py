@@ -122,7 +122,7 @@ def test_without_routes_the_client_names_its_class(tmp_path: Path) -> None:
 def test_a_file_that_becomes_wrong_leaves_the_rules_in_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_plugins.sglang.requests.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("scheduler_plugins.qos.file.LOOK_EVERY_S", 0.0)
     found = marker(tmp_path, ROUTED)
     (tmp_path / "scheduler.yaml").write_text("request_router: {routes: 3}")
     asked = GenerateReqInput(text="a", sampling_params=None)

@@ -3,7 +3,7 @@
 
 import resource
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -122,9 +122,13 @@ class Rank:
         (group,) = geometry.groups
         self.page_tokens = group.page_size
         seen = {number: views(layer, group) for number, layer in self.layers.items()}
-        self.cache = PagedCache(seen, geometry)
+        self.cache = self.make_cache(seen, geometry)
         roles = {"produces": produces, "consumes": consumes}
         self.agent = Agent(Config(**settings), engine_id, facts, self.cache, **roles, **options)
+
+    def make_cache(self, seen: dict[int, LayerPages], geometry: Geometry) -> PagedCache:
+        """The cache that the agent gets; a subclass may add layers."""
+        return PagedCache(seen, geometry)
 
     @property
     def loop(self) -> Loop:
@@ -273,6 +277,9 @@ def assert_pages(
                 assert found == wanted, f"page {page} -> {local} differs, layer {layer} head {head}"
 
 
+R = TypeVar("R", bound=Rank)
+
+
 class Ranks:
     """Starts ranks. At the end each must be idle, and closing it must leave nothing behind."""
 
@@ -281,7 +288,10 @@ class Ranks:
         self._started: list[Rank] = []
 
     def __call__(self, settings: dict[str, Any], **options: Any) -> Rank:
-        rank = Rank(settings, **options)
+        return self.add(Rank(settings, **options))
+
+    def add(self, rank: R) -> R:
+        """Look after a rank that a test has made."""
         self._started.append(rank)
         return rank
 

@@ -98,7 +98,7 @@ def wanted(found: Record) -> PromptChunk:
 
 def problem_of(found: Record, **others: Any) -> tuple[Miss, str] | None:
     """As `record_problem`, for a reader to whom the record is right but for `others`."""
-    reader = {"wanted": wanted(found), "facts": FACTS, "codecs": (found.writer.codec,), **others}
+    reader = {"expected": wanted(found), "facts": FACTS, "codecs": (found.writer.codec,), **others}
     return record_problem(found, **reader)
 
 

@@ -15,8 +15,7 @@ from pd_connector.memory.buffers import Buffers
 from pd_connector.memory.device_bytes import DeviceBytes
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.transport.base import Landed, TransportParts
-from pd_connector.transport.nixl import trial
-from pd_connector.transport.nixl.agent import NixlAgent
+from pd_connector.transport.nixl.agent import NixlAgent, try_out
 from pd_connector.transport.nixl.transport import NixlTransport
 from pd_connector.transport.registry import slot_use
 
@@ -169,10 +168,10 @@ def test_ucx_that_does_not_move_device_memory_leaves_slots_in_host_memory(
 
 
 def test_a_transfer_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("pd_connector.transport.nixl.agent._TRIAL_S", 0.05)
     monkeypatch.setattr(NixlAgent, "progress", lambda agent, handle: None)
     slab = DeviceSlab(1, SLOT_BYTES, CPU)
     agent = NixlAgent("trial", "127.0.0.1", slab)
     with pytest.raises(TransportError, match="nothing arrived"):
-        trial.try_out(agent, "trial", slab)
+        try_out(agent, "trial", slab)
     agent.close()

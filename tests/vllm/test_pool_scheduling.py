@@ -578,7 +578,7 @@ def test_chunks_that_are_not_there_are_counted_by_why(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(of.side.telemetry, "count", count)
     keys = stored(of, 2)
-    of.store.keeper.stop()  # its thread may hold the books, for which a look-up does not wait
+    of.store.maintenance.stop()  # its thread may hold the books, for which a look-up does not wait
     of.store.remove(keys[1:])
     add(of, "a", 2 * CHUNK_TOKENS + 5, max_tokens=1)
     add(of, "b", 3 * CHUNK_TOKENS + 5, max_tokens=1, seed=3)
@@ -861,7 +861,7 @@ def test_what_routers_want_to_know_is_told_while_the_weights_are_known() -> None
     store = of.store
 
     def told() -> Any:
-        return find_engine(store.told(), of.side.offers.address.engine_id)
+        return find_engine(store.advertised(), of.side.offers.address.engine_id)
 
     assert told().model == MODEL.hex()
     assert told().bytes_per_s == {}
@@ -933,6 +933,7 @@ def test_a_request_waits_for_what_ranks_tell_after_a_while_without_a_step(
     add(of, "a", 2 * CHUNK_TOKENS + 50)
     of.step(WorkerActivity(models={0: MODEL}))
     assert of.scheduler.requests["a"].num_computed_tokens == 0
+    of.step()  # looks it up
     settle(of)
     of.step()
     assert [fill.stop_token for fill in fills(of)] == [2 * CHUNK_TOKENS]

@@ -49,7 +49,7 @@ def report(
         console.print(table(comparisons, baseline))
     for note in [*(f"{topic}: {words}" for topic, words in machine.describe().items()), *notes]:
         console.print(note, soft_wrap=True, highlight=False, markup=False)
-    comparisons = [one for _, several in tables for one in several]
+    comparisons = [comparison for _, rows in tables for comparison in rows]
     if json is not None:
         try:
             write_json(json, comparisons)

@@ -117,5 +117,5 @@ def _decode(client: Client, body: Mapping[str, Any], params: Mapping[str, Any]) 
 
 
 def _with_own(body: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of one step beside those of the request itself."""
+    """The request's own parameters, with the parameters of one step added."""
     return {**body.get("kv_transfer_params", {}), **params}

@@ -43,7 +43,7 @@ def pids_of(services: Iterable[Service]) -> list[int]:
 
 
 class Processes:
-    """The processes of services that are measured together, as they were when they were first asked for."""
+    """The processes of services that are measured together. They are listed once, at the first use."""
 
     def __init__(self, services: Callable[[], Iterable[Service]]) -> None:
         """`services`: returns the services once they run."""

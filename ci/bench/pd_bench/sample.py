@@ -39,3 +39,8 @@ class Sample:
         if len(self.values) == 1:
             return self.values[0]
         return statistics.quantiles(self.values, n=10, method="inclusive")[number - 1]
+
+
+def single(value: float) -> Sample:
+    """A sample of one value, such as a bar."""
+    return Sample((value,))

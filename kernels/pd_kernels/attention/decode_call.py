@@ -148,9 +148,9 @@ class DecodeCall:
         """Strides of sequence, query and head. Torch may give an axis of length 1 any stride. These
         do not depend on that, so a batch of one sequence is not compiled again."""
         sequence, query, head = self.query.stride()[:3]
-        one = [size == 1 for size in self.query.shape[:3]]
+        single = [size == 1 for size in self.query.shape[:3]]
         each = int(self.query.shape[1:].numel())
-        return each if one[0] else sequence, 0 if one[1] else query, 0 if one[2] else head
+        return each if single[0] else sequence, 0 if single[1] else query, 0 if single[2] else head
 
     @property
     def paired(self) -> int:

@@ -105,13 +105,13 @@ def direct_key(
         return None
     if type(tensors[0]) is not torch.Tensor or torch.compiler.is_compiling():
         return None
-    told = [tuning().code, *others]
+    key = [tuning().code, *others]
     for tensor in tensors if out is None else (*tensors, out):
-        told += (
+        key += (
             *(tensor.shape, tensor.stride(), tensor.dtype),
             *(tensor.get_device(), tensor.data_ptr() & 15),
         )
-    return tuple(told)
+    return tuple(key)
 
 
 def known_launch(plan: DecodePlan | None, key: Key | None) -> DirectLaunch | None:

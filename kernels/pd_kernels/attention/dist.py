@@ -61,10 +61,10 @@ class Placement:
     def held(self, rank: int) -> list[int]:
         """The sequences whose KV a rank holds, in the order of its shard's rows: by owner, then by
         number."""
-        found = [sequence for sequence, ranks in enumerate(self.holders) if rank in ranks]
-        return sorted(found, key=lambda sequence: self.owners[sequence])
+        sequences = [sequence for sequence, ranks in enumerate(self.holders) if rank in ranks]
+        return sorted(sequences, key=lambda sequence: self.owners[sequence])
 
-    def asked(self, owner: int, holder: int) -> list[int]:
+    def requested(self, owner: int, holder: int) -> list[int]:
         """The rows of an owner's queries that a holder attends with."""
         own = enumerate(self.own(owner))
         return [row for row, sequence in own if holder in self.holders[sequence]]
@@ -197,33 +197,33 @@ def dist_attention(
             f"{len(placement.own(rank))} sequences and holds KV of {len(held)}"
         )
     mail = _Mail(rank, group)
-    asked = query.new_empty(len(held), *query.shape[1:])
-    sources = [len(placement.asked(owner, rank)) for owner in range(ranks)]
-    for peer, there in enumerate(asked.split(sources)):
+    queries = query.new_empty(len(held), *query.shape[1:])
+    sources = [len(placement.requested(owner, rank)) for owner in range(ranks)]
+    for peer, there in enumerate(queries.split(sources)):
         mail.receive([there], peer)
-        rows = placement.asked(rank, peer)
+        rows = placement.requested(rank, peer)
         mail.send([query if len(rows) == len(query) else query[rows]], peer)
     mail.deliver()
-    partials = _attend(asked, shard, placement.newest(rank), attend)
+    partials = _attend(queries, shard, placement.newest(rank), attend)
     merged = _return(mail, partials, sources, query, placement, out)
     lse = merged.lse.squeeze(1) if q.dim() == 3 else merged.lse
     return Attended(merged.out.view(q.shape), lse, mail.sent_bytes)
 
 
 def _attend(
-    asked: torch.Tensor, shard: KvShard, newest: Sequence[bool], attend: Attend
+    queries: torch.Tensor, shard: KvShard, newest: Sequence[bool], attend: Attend
 ) -> Partials:
     """Attend with all rows. This takes two calls if rows have several queries and only some rows
     end with the queries' tokens; otherwise one."""
     if not newest:
-        return Partials(asked.float(), asked.new_empty(asked.shape[:-1], dtype=torch.float32))
-    if asked.shape[1] == 1 or len(set(newest)) == 1:
-        return attend(asked, shard, newest[0])
-    out = torch.empty(asked.shape, dtype=torch.float32, device=asked.device)
+        return Partials(queries.float(), queries.new_empty(queries.shape[:-1], dtype=torch.float32))
+    if queries.shape[1] == 1 or len(set(newest)) == 1:
+        return attend(queries, shard, newest[0])
+    out = torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
     lse = out.new_empty(out.shape[:-1])
     for causal in (True, False):
         rows = [row for row, own in enumerate(newest) if own is causal]
-        out[rows], lse[rows] = attend(asked[rows], shard.rows(rows), causal)
+        out[rows], lse[rows] = attend(queries[rows], shard.rows(rows), causal)
     return Partials(out, lse)
 
 
@@ -235,13 +235,13 @@ def _return(
     placement: Placement,
     out: torch.Tensor | None,
 ) -> Partials:
-    """Send partials to the ranks that asked, and merge those that come back."""
-    asked = {peer: placement.asked(mail.rank, peer) for peer in range(len(sources))}
-    asked = {peer: rows for peer, rows in asked.items() if rows}
-    outs = query.new_empty(max(1, len(asked)), *query.shape, dtype=torch.float32)
+    """Return partials to the ranks that sent queries, and merge those that come back."""
+    requested = {peer: placement.requested(mail.rank, peer) for peer in range(len(sources))}
+    requested = {peer: rows for peer, rows in requested.items() if rows}
+    outs = query.new_empty(max(1, len(requested)), *query.shape, dtype=torch.float32)
     lses = outs.new_full(outs.shape[:-1], -torch.inf)
     late = []
-    for place, (peer, rows) in enumerate(asked.items()):
+    for place, (peer, rows) in enumerate(requested.items()):
         whole = len(rows) == len(query)
         index: Any = place if whole else (place, rows)
         there = Partials(outs[index], lses[index])

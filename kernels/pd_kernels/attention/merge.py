@@ -169,20 +169,20 @@ def _merge(
     between = out_stride.to(tl.int64) * UNIT
     largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for shard in tl.static_range(SHARDS):
-        found = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
-        largest = tl.maximum(largest, found, propagate_nan=tl.PropagateNan.ALL)
+        shard_lse = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
+        largest = tl.maximum(largest, shard_lse, propagate_nan=tl.PropagateNan.ALL)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
     total = tl.zeros((ROWS,), tl.float32)
     summed = tl.zeros((ROWS, WIDTH), tl.float32)
     place = row[:, None] * DIM + column[None, :]
     for shard in tl.static_range(SHARDS):
-        found = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
-        weight = tl.exp(found - largest)
-        wanted = (inside & (weight != 0.0))[:, None] & (column < DIM)[None, :]
-        partial = tl.load(outs + shard * between + place, mask=wanted, other=0.0)
+        shard_lse = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
+        weight = tl.exp(shard_lse - largest)
+        mask = (inside & (weight != 0.0))[:, None] & (column < DIM)[None, :]
+        partial = tl.load(outs + shard * between + place, mask=mask, other=0.0)
         summed += partial * weight[:, None]
         total += weight
     merged = summed / tl.where(total == 0.0, 1.0, total)[:, None]
-    wanted = inside[:, None] & (column < DIM)[None, :]
-    tl.store(out + place, merged.to(out.dtype.element_ty), mask=wanted)
+    mask = inside[:, None] & (column < DIM)[None, :]
+    tl.store(out + place, merged.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + row, largest + tl.log(total), mask=inside)

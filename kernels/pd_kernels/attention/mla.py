@@ -68,12 +68,12 @@ def mla_decode(
         >>> mla_decode(q, cache, table, torch.tensor([100]), scale=192**-0.5).shape
         torch.Size([1, 16, 512])
     """
-    tensors, asked = (q, cache, block_table, lengths), (return_lse, return_partials)
-    key = direct_key(plan, tensors, out, causal, *asked)
-    if known := known_launch(plan, key):
-        out, lse = allocated(q, LATENT, out, *asked)
+    tensors, outputs = (q, cache, block_table, lengths), (return_lse, return_partials)
+    key = direct_key(plan, tensors, out, causal, *outputs)
+    if launch := known_launch(plan, key):
+        out, lse = allocated(q, LATENT, out, *outputs)
         target = (out, out if lse is None else lse, lengths)
-        known(q, block_table, lengths, target, cache, score_factor(scale))
+        launch(q, block_table, lengths, target, cache, score_factor(scale))
         return out if lse is None else (out, lse)
     results = DecodeOutputs.of(q, LATENT, out, return_lse, return_partials)
     run = _operator if torch.compiler.is_compiling() else _run

@@ -114,8 +114,8 @@ class MlaCall(DecodeCall):
     def gluon(self) -> bool:
         """Whether the Gluon kernel takes the call. It does above GLUON_LINES if the GPU is a Hopper,
         Triton has Gluon, and the TMA can read the cache in tiles of 64 tokens."""
-        wanted = tuning().gluon and self.lines > GLUON_LINES and self.pitch > 0
-        return wanted and on_hopper(self.query.device) and gluon_found()
+        preferred = tuning().gluon and self.lines > GLUON_LINES and self.pitch > 0
+        return preferred and on_hopper(self.query.device) and gluon_found()
 
     @property
     def pitch(self) -> int:
@@ -146,9 +146,9 @@ class MlaCall(DecodeCall):
         width = CODED_BYTES if self.coded else dim
         if self.cache.dim() != 3 or self.cache.shape[2] != width:
             raise ValueError(f"cache {list(self.cache.shape)}: must be [pages, page, {width}]")
-        wanted = torch.bfloat16 if self.coded else self.cache.dtype
-        if self.query.dtype != wanted:
-            raise ValueError(f"q of {self.query.dtype}: must be {wanted}, for this cache")
+        expected = torch.bfloat16 if self.coded else self.cache.dtype
+        if self.query.dtype != expected:
+            raise ValueError(f"q of {self.query.dtype}: must be {expected}, for this cache")
         super().check()
 
     def check_kernel(self) -> None:

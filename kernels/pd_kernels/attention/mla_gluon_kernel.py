@@ -70,7 +70,7 @@ _NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def _load_queries(
-    asked, asked_tail, query, sequence, number, tall, query_stride,
+    queries, queries_tail, query, sequence, number, tall, query_stride,
     SHAPE: gl.constexpr, QUERY: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """Write a side's half of a row's queries to shared memory. Side 0 also writes the part with
@@ -79,39 +79,39 @@ def _load_queries(
     place = query + sequence.to(gl.int64) * query_stride + place
     column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, _WIDE))
     exists = (number < SHAPE[LINES])[:, None]
-    found = gl.load(place[:, None] + SIDE * _HALF + column[None, :], mask=exists, other=0.0)
-    asked.index(SIDE).store(found)
+    loaded = gl.load(place[:, None] + SIDE * _HALF + column[None, :], mask=exists, other=0.0)
+    queries.index(SIDE).store(loaded)
     if SIDE == 0:
         place = tall // SHAPE[GROUP] * QUERY[0] + tall % SHAPE[GROUP] * QUERY[1]
         place = query + sequence.to(gl.int64) * query_stride + place
         column = _LATENT + gl.arange(0, _ROPE, layout=gl.SliceLayout(0, _NARROW))
         exists = (tall < SHAPE[LINES])[:, None]
-        asked_tail.store(gl.load(place[:, None] + column[None, :], mask=exists, other=0.0))
+        queries_tail.store(gl.load(place[:, None] + column[None, :], mask=exists, other=0.0))
 
 
 @gluon.jit
-def _tell(told, place: gl.constexpr):
+def _tell(signals, place: gl.constexpr):
     """Count this side at a barrier after all its threads have reached this point."""
     _synchronize()
-    mbarrier.arrive(told.index(place))
+    mbarrier.arrive(signals.index(place))
 
 
 @gluon.jit
-def _scores(asked, asked_tail, kept, kept_tails, full, phase, SIDE: gl.constexpr):
+def _scores(queries, queries_tail, kept, kept_tails, full, phase, SIDE: gl.constexpr):
     """The scores of a side's own tile, float32 `[HEIGHT, TILE]`. The half that comes first is
     multiplied first."""
     FIRST: gl.constexpr = SIDE
     SECOND: gl.constexpr = 1 - SIDE
-    score = gl.full([asked.shape[1], _TILE], 0.0, gl.float32, layout=_SCORES)
+    score = gl.full([queries.shape[1], _TILE], 0.0, gl.float32, layout=_SCORES)
     mbarrier.wait(full.index(SIDE * 3 + FIRST), phase)
     keys = kept.index(SIDE * 2 + FIRST).permute((1, 0))
-    score = warpgroup_mma(asked.index(FIRST), keys, score, use_acc=False, is_async=True)
+    score = warpgroup_mma(queries.index(FIRST), keys, score, use_acc=False, is_async=True)
     mbarrier.wait(full.index(SIDE * 3 + SECOND), phase)
     keys = kept.index(SIDE * 2 + SECOND).permute((1, 0))
-    score = warpgroup_mma(asked.index(SECOND), keys, score, is_async=True)
+    score = warpgroup_mma(queries.index(SECOND), keys, score, is_async=True)
     mbarrier.wait(full.index(SIDE * 3 + _TAIL), phase)
     keys = kept_tails.index(SIDE).permute((1, 0))
-    score = warpgroup_mma(asked_tail, keys, score, is_async=True)
+    score = warpgroup_mma(queries_tail, keys, score, is_async=True)
     return warpgroup_mma_wait(0, deps=[score])
 
 
@@ -122,18 +122,18 @@ def _clear(tile, real):
     for part in gl.static_range(4):
         piece = tile.slice(part * 16, 16, dim=0)
         token = part * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, _WIDE))
-        found = piece.load(_WIDE)
-        piece.store(gl.where((token < real)[:, None], found, gl.zeros_like(found)))
+        tokens = piece.load(_WIDE)
+        piece.store(gl.where((token < real)[:, None], tokens, gl.zeros_like(tokens)))
 
 
 @gluon.jit
 def attend_side(
-    asked, asked_tail, notes, told, buffers, own, numbers,
+    queries, queries_tail, notes, signals, buffers, own, numbers,
     SHAPE: gl.constexpr, CAUSAL: gl.constexpr, QUERY: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """Attend with all lines, and compute columns SIDE * 256 to SIDE * 256 + 255 of the result.
 
-    Barriers in `told`, for sides 0 and 1: at 0 and 1 queries are ready, at 2 and 3 numbers are in
+    Barriers in `signals`, for sides 0 and 1: at 0 and 1 queries are ready, at 2 and 3 numbers are in
     `notes`, at 4 and 5 weights are ready.
     """
     OTHER: gl.constexpr = 1 - SIDE
@@ -153,14 +153,14 @@ def attend_side(
         sequence = place // SHAPE[HEADS]
         number = place % SHAPE[HEADS] * TALL
         _load_queries(
-            asked, asked_tail, query, sequence,
+            queries, queries_tail, query, sequence,
             number + gl.arange(0, TALL, layout=gl.SliceLayout(1, _WIDE)),
             number + gl.arange(0, TALL, layout=gl.SliceLayout(1, _NARROW)),
             query_stride, SHAPE, QUERY, SIDE,
         )  # fmt: skip
         fence_async_shared()
-        _tell(told, SIDE)
-        mbarrier.wait(told.index(OTHER), done & 1)
+        _tell(signals, SIDE)
+        mbarrier.wait(signals.index(OTHER), done & 1)
 
         line = gl.arange(0, TALL, layout=_LINE)
         position = length - QUERIES + (number + line) // SHAPE[GROUP]
@@ -170,7 +170,7 @@ def attend_side(
         result = gl.full([TALL, _HALF], 0.0, gl.float32, layout=_RESULT)
         for pair in tl.range(0, (stop - start + 1) // 2, disable_licm=True):
             phase = step & 1
-            score = _scores(asked, asked_tail, kept, kept_tails, full, phase, SIDE)
+            score = _scores(queries, queries_tail, kept, kept_tails, full, phase, SIDE)
             begin = (start + pair * 2) * _TILE  # of the two tiles' tokens
             token = begin + SIDE * _TILE + gl.arange(0, _TILE, layout=_TOKEN)
             seen = (token < end)[None, :]
@@ -178,8 +178,8 @@ def attend_side(
                 seen = seen & (token[None, :] <= position[:, None])
             score = gl.where(seen, score * scale, float("-inf"))
             notes.index(SIDE).store(gl.max(score, 1))
-            _tell(told, 2 + SIDE)
-            mbarrier.wait(told.index(2 + OTHER), notices & 1)
+            _tell(signals, 2 + SIDE)
+            mbarrier.wait(signals.index(2 + OTHER), notices & 1)
             notices += 1
             above = gl.maximum(notes.index(SIDE).load(_LINE), notes.index(OTHER).load(_LINE))
             above = gl.maximum(top, above)
@@ -197,10 +197,10 @@ def attend_side(
                 mbarrier.wait(full.index(OTHER * 3 + SIDE), phase)
                 _clear(theirs, end - begin - OTHER * _TILE)
             fence_async_shared()
-            _tell(told, 4 + SIDE)
+            _tell(signals, 4 + SIDE)
             result = result * gl.convert_layout(before, _RESULT_LINE)[:, None]
             result = warpgroup_mma(kept_tails.index(SIDE), mine, result, is_async=True)
-            mbarrier.wait(told.index(4 + OTHER), phase)
+            mbarrier.wait(signals.index(4 + OTHER), phase)
             mbarrier.wait(full.index(OTHER * 3 + SIDE), phase)
             result = warpgroup_mma(kept_tails.index(OTHER), theirs, result, is_async=True)
             result = warpgroup_mma_wait(1, deps=[result])
@@ -215,8 +215,8 @@ def attend_side(
 
         # Each side has the weights of its own tiles only.
         notes.index(SIDE).store(total)
-        _tell(told, 2 + SIDE)
-        mbarrier.wait(told.index(2 + OTHER), notices & 1)
+        _tell(signals, 2 + SIDE)
+        mbarrier.wait(signals.index(2 + OTHER), notices & 1)
         notices += 1
         total = notes.index(SIDE).load(_LINE) + notes.index(OTHER).load(_LINE)
         share = 1.0 / gl.where(total > 0, total, 1.0)
@@ -314,17 +314,17 @@ def latent_attention_tma(
     weights += slots
     partials += slots.to(gl.int64) * SHAPE[DIM]
 
-    asked = gl.allocate_shared_memory(halves.dtype, [2, SHAPE[HEIGHT], _HALF], halves.layout)
-    asked_tail = gl.allocate_shared_memory(tails.dtype, [SHAPE[HEIGHT], _ROPE], tails.layout)
+    queries = gl.allocate_shared_memory(halves.dtype, [2, SHAPE[HEIGHT], _HALF], halves.layout)
+    queries_tail = gl.allocate_shared_memory(tails.dtype, [SHAPE[HEIGHT], _ROPE], tails.layout)
     kept = gl.allocate_shared_memory(halves.dtype, [4, _TILE, _HALF], halves.layout)
     kept_tails = gl.allocate_shared_memory(tails.dtype, [2, _TILE, _ROPE], tails.layout)
     notes = gl.allocate_shared_memory(gl.float32, [2, SHAPE[HEIGHT]], _NOTES)
     full = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    signals = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(6):
         mbarrier.init(full.index(place), count=1)
-        mbarrier.init(told.index(place), count=1)
+        mbarrier.init(signals.index(place), count=1)
         # Both sides read the weights, which lie in the buffer of the part with RoPE.
         mbarrier.init(empty.index(place), count=2 if place % 3 == 2 else 1)
     fence_async_shared()  # the TMA sees the new barriers, too
@@ -334,8 +334,8 @@ def latent_attention_tma(
     numbers = (worker, block, query_stride, scale)
     gl.warp_specialize(
         [
-            (attend_side, (asked, asked_tail, notes, told, buffers, own, numbers, SHAPE, CAUSAL, QUERY, 0)),
-            (attend_side, (asked, asked_tail, notes, told, buffers, own, numbers, SHAPE, CAUSAL, QUERY, 1)),
+            (attend_side, (queries, queries_tail, notes, signals, buffers, own, numbers, SHAPE, CAUSAL, QUERY, 0)),
+            (attend_side, (queries, queries_tail, notes, signals, buffers, own, numbers, SHAPE, CAUSAL, QUERY, 1)),
             (_load_tiles, (halves, tails, buffers, table, lengths, work_range, table_stride, pitch, SHAPE, PAGE)),
         ],
         [4, 1],

@@ -108,10 +108,10 @@ class DecodeOutputs(NamedTuple):
             return self._like_q(self.out)
         return self._like_q(self.out), self._like_q(self.lse)
 
-    def _like_q(self, found: torch.Tensor) -> torch.Tensor:
+    def _like_q(self, output: torch.Tensor) -> torch.Tensor:
         if self.starts is None:
-            return found
-        return torch.nested.nested_tensor_from_jagged(found, self.starts)
+            return output
+        return torch.nested.nested_tensor_from_jagged(output, self.starts)
 
 
 def planned(plan: DecodePlan | None) -> tuple[list[torch.Tensor], list[int]]:
@@ -149,13 +149,13 @@ def attend(
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
         _checked.add(key)
-    wanted = lse if lse.numel() else None
+    wanted_lse = lse if lse.numel() else None
     if not batch.on_gpu:
-        reference(batch, out, wanted)
+        reference(batch, out, wanted_lse)
     elif batch.query.numel():
         with torch.cuda.device(batch.query.device):
             scratch = scratch or batch.plan().fill(batch.lengths).tensors
-            return launch(batch, out, wanted, scratch)
+            return launch(batch, out, wanted_lse, scratch)
     return None
 
 
@@ -174,11 +174,11 @@ def check_call(batch: DecodeCall, rows: list[int], scratch: list[torch.Tensor]) 
         raise ValueError(f"plan for {made}: must be for {batch.rows}")
     if scratch:  # kernels write partials without a check of how many lines and elements fit
         paired, _, _, *line = scratch[2].shape
-        wanted = batch.paired, max(LEAST_HEIGHT, batch.height), batch.width
-        if (paired, *line) != wanted:
+        expected = batch.paired, max(LEAST_HEIGHT, batch.height), batch.width
+        if (paired, *line) != expected:
             raise ValueError(
                 f"plan for {paired} x {line[0]} lines of {line[1]} elements: must be for "
-                f"{wanted[0]} x {wanted[1]} of {wanted[2]}, as q and the cache"
+                f"{expected[0]} x {expected[1]} of {expected[2]}, as q and the cache"
             )
     if batch.on_gpu and batch.query.numel():
         batch.check_kernel()

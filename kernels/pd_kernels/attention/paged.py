@@ -96,11 +96,11 @@ def paged_decode(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     numbers = [NO_MOD if mod is None else mod.number for mod in (score_mod, mask_mod)]
-    tensors, asked = (q, k_cache, v_cache, block_table, lengths), (return_lse, return_partials)
-    key = direct_key(plan, tensors, out, causal, window, *numbers, *asked)
-    if known := known_launch(plan, key):
-        out, lse = allocated(q, q.shape[-1], out, *asked)
-        known(
+    tensors, outputs = (q, k_cache, v_cache, block_table, lengths), (return_lse, return_partials)
+    key = direct_key(plan, tensors, out, causal, window, *numbers, *outputs)
+    if launch := known_launch(plan, key):
+        out, lse = allocated(q, q.shape[-1], out, *outputs)
+        launch(
             *(q, block_table, lengths, (out, out if lse is None else lse, lengths)),
             *(k_cache, v_cache, (lengths, lengths)),
             *(score_factor(scale, k_scale, score_mod), float(v_scale)),

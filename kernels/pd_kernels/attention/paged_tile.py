@@ -114,10 +114,10 @@ def visible_scores(
     if SCORE_MOD is not None or MASK_MOD is not None:
         real = tl.minimum(token, length - 1)[None, :]
         # The query of a padding line lies behind the last token.
-        asked = tl.maximum(tl.minimum(position, length - 1), 0)[:, None]
+        clamped = tl.maximum(tl.minimum(position, length - 1), 0)[:, None]
         if SCORE_MOD is not None:
-            score = SCORE_MOD(score, sequence, head[:, None], asked, real, score_args)
+            score = SCORE_MOD(score, sequence, head[:, None], clamped, real, score_args)
             score = score * _LOG2E
         if MASK_MOD is not None:
-            seen = seen & MASK_MOD(sequence, head[:, None], asked, real, mask_args)
+            seen = seen & MASK_MOD(sequence, head[:, None], clamped, real, mask_args)
     return tl.where(seen, score, float("-inf"))

@@ -149,11 +149,11 @@ def current_piece(
 @triton.jit
 def _count(ordered, count, value, SIZE: tl.constexpr):
     """For each `value`, how many of the `count` sorted numbers are not larger; SIZE >= `count`."""
-    found = tl.zeros_like(value).to(tl.int32)
+    position = tl.zeros_like(value).to(tl.int32)
     step = tl.full((), SIZE, tl.int32)
     while step > 0:
-        probe = found + step
+        probe = position + step
         there = tl.load(ordered + probe - 1, mask=probe <= count, other=0)
-        found = tl.where((probe <= count) & (there <= value), probe, found)
+        position = tl.where((probe <= count) & (there <= value), probe, position)
         step = step // 2
-    return found
+    return position

@@ -15,8 +15,8 @@ def read_pages(
     ...]`."""
     size = cache.shape[1]
     begin = first // size
-    found = cache[pages[begin : -(-tokens // size)].long()]
-    return found.flatten(0, 1)[first - begin * size : max(0, tokens) - begin * size]
+    taken = cache[pages[begin : -(-tokens // size)].long()]
+    return taken.flatten(0, 1)[first - begin * size : max(0, tokens) - begin * size]
 
 
 def attend(
@@ -49,10 +49,10 @@ def attend(
     score = torch.einsum("qkgd,tkd->qkgt", grouped, keys).flatten(1, 2) * scale
     place = torch.arange(first, tokens, device=query.device)
     position = torch.arange(tokens - queries, tokens, device=query.device)
-    asked = position.clamp(min=0)[:, None, None]
+    clamped = position.clamp(min=0)[:, None, None]
     head = torch.arange(heads, device=query.device)[None, :, None]
     own = torch.tensor(sequence, device=query.device)
-    where = (own, head, asked, place[None, None, :])
+    where = (own, head, clamped, place[None, None, :])
     seen = torch.ones_like(score, dtype=torch.bool)
     if causal:
         seen = seen & (place <= position[:, None])[:, None, :]

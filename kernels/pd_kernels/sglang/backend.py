@@ -40,8 +40,8 @@ class PageTables(NamedTuple):
             req_to_token: `[request rows, tokens]`, the slot of each token.
         """
         lengths = forward_batch.seq_lens
-        known = forward_batch.seq_lens_cpu
-        longest = req_to_token.shape[1] if known is None else int(known.max())
+        host_lengths = forward_batch.seq_lens_cpu
+        longest = req_to_token.shape[1] if host_lengths is None else int(host_lengths.max())
         slots = req_to_token[forward_batch.req_pool_indices, :longest:page_size]
         return cls((slots // page_size).to(torch.int32), lengths)
 
@@ -96,7 +96,9 @@ class DecodeBackend(AttentionBackend):
         self.page_size: int = runner.page_size
         self.device = runner.device
         self.dtype: torch.dtype = runner.dtype
-        self.layers = [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
+        self.layers = [
+            module for module in runner.model.modules() if isinstance(module, RadixAttention)
+        ]
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         # With data-parallel attention SGLang pads batches to a multiple of ranks.
         self._most_requests = len(self._req_to_token) + runner.server_args.tp_size
@@ -175,23 +177,23 @@ class PagedBackend(DecodeBackend):
     """Attention with keys and values."""
 
     def refusals(self, *, on_gpu: bool) -> list[str]:
-        found = []
+        reasons = []
         if type(self.pool) is not MHATokenToKVPool or self.pool.is_quantized_kv_cache:
-            found.append(
+            reasons.append(
                 f"a KV cache of kind {type(self.pool).__name__}"
             )  # some pools keep scales beside it
         elif self.pool.kv_cache_layout != "nhd":
-            found.append(f"a KV cache in layout {self.pool.kv_cache_layout}: must be nhd")
+            reasons.append(f"a KV cache in layout {self.pool.kv_cache_layout}: must be nhd")
         elif self.pool.dtype not in (self.dtype, FP8):
-            found.append(
+            reasons.append(
                 f"--kv-cache-dtype {self.pool.dtype}: must be that of the model, or fp8_e4m3"
             )
         dims, dtypes = (DIMS, _KERNEL_DTYPES) if on_gpu else ((), ())
         for layer in self.layers:
-            found += layer_refusals(layer, dims, self.dtype, dtypes)
+            reasons += layer_refusals(layer, dims, self.dtype, dtypes)
             if layer.use_irope and self.chunk_tokens is not None:
-                found.append(f"attention in chunks of {self.chunk_tokens} tokens")
-        return found
+                reasons.append(f"attention in chunks of {self.chunk_tokens} tokens")
+        return reasons
 
     def plan_key(self, layer: Any) -> Any:
         return window_of(layer), layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
@@ -254,22 +256,22 @@ class MlaBackend(DecodeBackend):
     """MLA, after weight absorption."""
 
     def refusals(self, *, on_gpu: bool) -> list[str]:
-        found = []
+        reasons = []
         pool, dims = self.pool, (LATENT, ROPE)
         if type(pool) is not MLATokenToKVPool or pool.use_dsa:
-            found.append(f"a KV cache of kind {type(pool).__name__}")
+            reasons.append(f"a KV cache of kind {type(pool).__name__}")
         elif (pool.kv_lora_rank, pool.qk_rope_head_dim) != dims:
-            found.append(
+            reasons.append(
                 f"latents of {pool.kv_lora_rank} and {pool.qk_rope_head_dim} elements: must be {dims}"
             )
         elif pool.dtype != self.dtype:
-            found.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model")
+            reasons.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model")
         if on_gpu and self.dtype not in _KERNEL_DTYPES:
-            found.append(f"dtype {self.dtype}: must be one of {list(_KERNEL_DTYPES)}")
+            reasons.append(f"dtype {self.dtype}: must be one of {list(_KERNEL_DTYPES)}")
         # SGLang's own backend for prompts divides latents by these scales with any cache dtype.
         scales = {layer.k_scale_float or 1.0 for layer in self.layers} - {1.0}
-        found += [f"a checkpoint with KV scales ({scale:g})" for scale in sorted(scales)]
-        return found
+        reasons += [f"a checkpoint with KV scales ({scale:g})" for scale in sorted(scales)]
+        return reasons
 
     def plan_key(self, layer: Any) -> Any:
         return layer.tp_q_head_num

@@ -28,15 +28,15 @@ def engine_refusals(server_args: Any, prefill: str) -> list[str]:
         server_args: SGLang's server arguments.
         prefill: name of the backend that computes prompts.
     """
-    found = [option for name, option in _OPTIONS.items() if getattr(server_args, name, None)]
+    options = [option for name, option in _OPTIONS.items() if getattr(server_args, name, None)]
     if getattr(server_args, "dcp_size", 1) != 1:
-        found.append(f"--dcp-size {server_args.dcp_size}")
+        options.append(f"--dcp-size {server_args.dcp_size}")
     if prefill == NAME:
-        found.append(
+        options.append(
             f"--attention-backend {NAME} (prompts need a backend of SGLang's: name ours with "
             "--decode-attention-backend alone)"
         )
-    return found
+    return options
 
 
 def layer_refusals(
@@ -50,20 +50,20 @@ def layer_refusals(
         dtype: the model's dtype.
         dtypes: dtypes that have a kernel; empty: all.
     """
-    found = []
+    reasons = []
     if layer.qk_head_dim != layer.v_head_dim:
-        found.append(f"keys of head size {layer.qk_head_dim} with values of {layer.v_head_dim}")
+        reasons.append(f"keys of head size {layer.qk_head_dim} with values of {layer.v_head_dim}")
     elif head_dims and layer.qk_head_dim not in head_dims:
-        found.append(f"head size {layer.qk_head_dim}: must be one of {list(head_dims)}")
+        reasons.append(f"head size {layer.qk_head_dim}: must be one of {list(head_dims)}")
     if dtypes and dtype not in dtypes:
-        found.append(f"dtype {dtype}: must be one of {list(dtypes)}")
+        reasons.append(f"dtype {dtype}: must be one of {list(dtypes)}")
     if layer.is_cross_attention or layer.attn_type.value != "decoder":
-        found.append(f"attention of type {layer.attn_type.value}: only decoders")
+        reasons.append(f"attention of type {layer.attn_type.value}: only decoders")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
-        found.append(f"soft cap by {layer.logit_capping_method}: only tanh")
+        reasons.append(f"soft cap by {layer.logit_capping_method}: only tanh")
     if layer.xai_temperature_len > 0:
-        found.append("a temperature that grows with the length (xai_temperature_len)")
-    return found
+        reasons.append("a temperature that grows with the length (xai_temperature_len)")
+    return reasons
 
 
 def refuse(reasons: Sequence[str]) -> None:

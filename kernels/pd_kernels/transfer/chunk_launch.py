@@ -66,11 +66,11 @@ class ChunkLaunch:
 
     def check(self) -> None:
         """Raise ValueError if the arguments contradict each other."""
-        wanted = self.planes.nbytes(self.tokens)
+        expected = self.planes.nbytes(self.tokens)
         if self.slot.dtype != torch.uint8 or not self.slot.is_contiguous():
             raise ValueError(f"slot of {self.slot.dtype}: must be dense bytes of uint8")
-        if self.slot.numel() < wanted:
-            raise ValueError(f"slot of {self.slot.numel()} bytes: the chunk has {wanted} bytes")
+        if self.slot.numel() < expected:
+            raise ValueError(f"slot of {self.slot.numel()} bytes: the chunk has {expected} bytes")
         size = self.planes.page_size
         places = self.pages.numel() * size
         if self.tokens < 1 or not 0 <= self.first_token <= places - self.tokens:
@@ -80,9 +80,9 @@ class ChunkLaunch:
             )
         if self.pages.dtype != torch.int32:
             raise ValueError(f"pages of {self.pages.dtype}: must be int32")
-        if self.sums is not None and self.sums.numel() < COLUMN_WORDS + -(-wanted // ROW_BYTES):
+        if self.sums is not None and self.sums.numel() < COLUMN_WORDS + -(-expected // ROW_BYTES):
             raise ValueError(
-                f"{self.sums.numel()} sums: too few for {wanted} bytes, see new_sums()"
+                f"{self.sums.numel()} sums: too few for {expected} bytes, see new_sums()"
             )
 
     @property

@@ -92,16 +92,16 @@ def _read_vectors(
     mask = inside[:, None]
     if PACKED:
         place = cached + (there + (vector % width) * 8)[:, None] + tl.arange(0, 4)[None, :]
-        found = tl.load(place, mask=mask, other=0, eviction_policy="evict_first")
+        loaded = tl.load(place, mask=mask, other=0, eviction_policy="evict_first")
         behind = tl.load(place + 4, mask=mask, other=0, eviction_policy="evict_first")
-        found = tl.join(found, behind)
+        loaded = tl.join(loaded, behind)
     else:
         index = (vector % width)[:, None] * 8 + tl.arange(0, 8)[None, :]
         if not WIDE:
             index = index * dim_stride
         place = cached + (there[:, None] + index)
-        found = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
-    return found
+        loaded = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
+    return loaded
 
 
 @triton.jit
@@ -126,8 +126,8 @@ def _write_scale(slot, sums, section, scales, number, count, scale, CHECK: tl.co
     tl.store((slot + at).to(tl.pointer_type(tl.float32)), scale)
     if CHECK:
         bits = scale.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        one = tl.arange(0, 1)
-        add_pieces(sums, at + one, bits + one, 4, copy)
+        lane = tl.arange(0, 1)
+        add_pieces(sums, at + lane, bits + lane, 4, copy)
     if number == count - 1:
         end = count + tl.arange(0, 4)  # a section holds 4 scales
         padding = (slot + section * 16).to(tl.pointer_type(tl.float32)) + end
@@ -182,8 +182,8 @@ def _scale_of(held, SOURCE: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.const
     if not finite:
         largest = 0
         for piece in tl.static_range(PIECES):  # one after another, which needs fewer registers
-            found = _largest(_finite(held[piece], SOURCE, PACKED), SOURCE, PACKED)
-            largest = tl.maximum(largest, found)
+            piece_largest = _largest(_finite(held[piece], SOURCE, PACKED), SOURCE, PACKED)
+            largest = tl.maximum(largest, piece_largest)
     return power_scale(largest), finite
 
 

@@ -38,10 +38,10 @@ def read_tokens(
     """Copy the tokens of a chunk out of `view`, `[page, head, token, dim]`: dense `[head, token,
     dim]`."""
     _, heads, view_tokens, dim = view.shape
-    found = torch.empty((heads, tokens, dim), dtype=view.dtype, device=view.device)
+    tokens_out = torch.empty((heads, tokens, dim), dtype=view.dtype, device=view.device)
     for page, there, here in spans(pages, first_token, tokens, page_size, view_tokens):
-        found[:, here] = view[page, :, there]
-    return found
+        tokens_out[:, here] = view[page, :, there]
+    return tokens_out
 
 
 def write_tokens(

@@ -126,11 +126,11 @@ class Resharding:
             See `reshard`.
         """
         for slabs in (sources, destinations):
-            wanted = payload.nbytes(len(slabs))
+            expected = payload.nbytes(len(slabs))
             for slab in slabs:
-                if slab.dtype != torch.uint8 or not slab.is_contiguous() or slab.numel() < wanted:
+                if slab.dtype != torch.uint8 or not slab.is_contiguous() or slab.numel() < expected:
                     raise ValueError(
-                        f"slab of {slab.numel()} {slab.dtype}: wanted {wanted} dense bytes of uint8"
+                        f"slab of {slab.numel()} {slab.dtype}: wanted {expected} dense bytes of uint8"
                     )
         rows = []
         have, want = payload.held(len(sources)), payload.held(len(destinations))
@@ -138,8 +138,8 @@ class Resharding:
             first = payload.first_head(rank, len(destinations))
             for head in range(first, first + want):
                 holder, place = _holder(payload, len(sources), head)
-                found = sources[holder].data_ptr(), have, place
-                rows.append((*found, slab.data_ptr(), want, head - first))
+                source = sources[holder].data_ptr(), have, place
+                rows.append((*source, slab.data_ptr(), want, head - first))
         table = torch.tensor(rows, dtype=torch.int64, device=sources[0].device)
         return cls(tuple(sources), tuple(destinations), payload, table)
 
@@ -248,8 +248,8 @@ def reference_reshard(resharding: Resharding) -> None:
         for head in range(first, first + want):
             holder, place = _holder(payload, len(sources), head)
             ours = _head_runs(payload, payload.held(len(sources)), place, sources[holder])
-            for run, found in zip(_head_runs(payload, want, head - first, slab), ours, strict=True):
-                run.copy_(found)
+            for run, own in zip(_head_runs(payload, want, head - first, slab), ours, strict=True):
+                run.copy_(own)
         for padding in _paddings(payload, want, slab):
             padding.zero_()
 

@@ -69,8 +69,8 @@ def reshard_heads(
     if tile * SCALES < count:
         theirs = (source + here + source_head * scale_bytes).to(tl.pointer_type(tl.int16))
         ours = (target + there + target_head * scale_bytes).to(tl.pointer_type(tl.int16))
-        found = tl.load(theirs + scale, mask=scale < count, other=0)
-        tl.store(ours + scale, found, mask=scale < count)
+        words = tl.load(theirs + scale, mask=scale < count, other=0)
+        tl.store(ours + scale, words, mask=scale < count)
     if (tile == 0) & (target_head == target_heads - 1):
         end = target_heads * scale_bytes + tl.arange(0, 16)
         padding = (target + there).to(tl.pointer_type(tl.int8)) + end

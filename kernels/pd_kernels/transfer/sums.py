@@ -147,8 +147,8 @@ def add_section(sums, slot, first_section, sections, VECTORS: tl.constexpr, copy
     vector = tl.arange(0, VECTORS)
     words = (slot + first_section * 16).to(tl.pointer_type(tl.int64))
     place = vector[:, None] * 2 + tl.arange(0, 2)[None, :]
-    found = tl.load(words + place, mask=(vector < sections)[:, None], other=0)
-    add_words(sums, first_section * 2, tl.reshape(found, (VECTORS // 128, 256)), 256, copy)
+    loaded = tl.load(words + place, mask=(vector < sections)[:, None], other=0)
+    add_words(sums, first_section * 2, tl.reshape(loaded, (VECTORS // 128, 256)), 256, copy)
 
 
 @triton.jit

@@ -38,12 +38,12 @@ def mixed_plans(
     if not tuning().mixed_steps or not prefills or any(layer.impl.has_mod for layer in layers):
         return {}
     starts = common.query_start_loc_cpu.tolist()
-    one = torch.empty((), dtype=dtype, device=common.seq_lens.device)
+    scalar = torch.empty((), dtype=dtype, device=common.seq_lens.device)
     plans = {}
     for key, impl in impls.items():
-        cache = one.to(impl.stored_dtype or dtype)
+        cache = scalar.to(impl.stored_dtype or dtype)
         plans[key] = MixedPlan.of(
-            one.expand(starts[-1], impl.num_heads, impl.head_size),
+            scalar.expand(starts[-1], impl.num_heads, impl.head_size),
             cache.expand(1, page_size, impl.num_kv_heads, impl.head_size),
             common.block_table_tensor,
             common.seq_lens,

@@ -88,9 +88,9 @@ class MlaBuilder(MLACommonMetadataBuilder):
         """The plan for a number of queries per request. It is large enough for every CUDA graph,
         and its address never changes."""
         if queries not in self._plans:
-            one = torch.empty((), dtype=self.model_config.dtype, device=self.device)
+            scalar = torch.empty((), dtype=self.model_config.dtype, device=self.device)
             self._plans[queries] = plan_mla_decode(
-                one.expand(1, queries, self.num_heads, self.kv_cache_spec.head_size),
+                scalar.expand(1, queries, self.num_heads, self.kv_cache_spec.head_size),
                 self._layer.kv_cache,  # the choice of a kernel depends on its strides and alignment
                 max_batch=self._batch,
             )

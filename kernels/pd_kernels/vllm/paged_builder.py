@@ -115,8 +115,8 @@ class PagedBuilder(AttentionMetadataBuilder):
     def _allocate(self, impl: Any, queries: int) -> DecodePlan:
         """A plan for a layer and a number of queries per request. It is large enough for every CUDA
         graph, and its address never changes."""
-        one = torch.empty((), dtype=self.vllm_config.model_config.dtype, device=self.device)
-        q = one.expand(1, queries, impl.num_heads, impl.head_size)
-        cache = one.to(impl.stored_dtype or one.dtype)
+        scalar = torch.empty((), dtype=self.vllm_config.model_config.dtype, device=self.device)
+        q = scalar.expand(1, queries, impl.num_heads, impl.head_size)
+        cache = scalar.to(impl.stored_dtype or scalar.dtype)
         cache = cache.expand(1, self.kv_cache_spec.block_size, impl.num_kv_heads, impl.head_size)
         return plan_paged_decode(q, cache, window=impl.window, max_batch=self._batch)

@@ -118,6 +118,6 @@ def _as_expected(isa: str, page: int, dim: int, dtype: torch.dtype, fp8: bool) -
         return False
     seen = halves(pages.view(FP8) if fp8 else pages)
     return all(
-        torch.equal(half[1].to(dtype), wanted)
-        for half, wanted in zip(seen, (key, value), strict=True)
+        torch.equal(half[1].to(dtype), expected)
+        for half, expected in zip(seen, (key, value), strict=True)
     )

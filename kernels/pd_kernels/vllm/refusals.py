@@ -30,23 +30,23 @@ def refusals(
     layer: LayerOptions, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> list[str]:
     """The reasons why our kernels cannot decode a layer; empty if they can."""
-    found = []
+    reasons = []
     if layer.head_size not in head_sizes:
-        found.append(f"head size {layer.head_size}: must be one of {list(head_sizes)}")
+        reasons.append(f"head size {layer.head_size}: must be one of {list(head_sizes)}")
     if layer.dtype not in dtypes:
-        found.append(f"dtype {layer.dtype}: must be one of {list(dtypes)}")
+        reasons.append(f"dtype {layer.dtype}: must be one of {list(dtypes)}")
     same = {None, "auto", str(layer.dtype).removeprefix("torch.")}
     if layer.cache_dtype not in (*same, *FP8_NAMES):
-        found.append(
+        reasons.append(
             f"cache dtype {layer.cache_dtype}: must be that of the model ({layer.dtype}), or fp8_e4m3"
         )
     if layer.attn_type != "decoder":
-        found.append(f"attention type {layer.attn_type}: only decoders")
+        reasons.append(f"attention type {layer.attn_type}: only decoders")
     if layer.sinks:
-        found.append("attention sinks")
+        reasons.append("attention sinks")
     if layer.alibi and layer.soft_cap:
-        found.append("ALiBi together with a soft cap")
-    return found
+        reasons.append("ALiBi together with a soft cap")
+    return reasons
 
 
 def refuse(where: str, reasons: Sequence[str]) -> None:

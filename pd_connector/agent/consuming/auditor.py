@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from audits: who may be believed, whose session ends, and what is told about it."""
+"""The consequences of audits: producers that have passed, producers whose sessions end, logs and metrics."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -22,14 +22,14 @@ PASSED = "passed"
 
 
 class Auditor:
-    """Told the end of every load that compares. Used by the agent's thread only.
+    """Takes the end of every load that compares. Used by the agent's thread only.
 
-    An engine that revokes late (`EngineSteps`) may have overwritten pages before it said so, and a
-    comparison with these pages says nothing. There a difference is believed only once the engine has
-    begun the step after the next, and with it has told what it took back.
+    An engine that revokes late (`EngineSteps`) can overwrite pages before it says so. A comparison with such pages has no
+    meaning. So a difference counts only when the engine has begun the step after the next: by then it has revoked all pages
+    that it had overwritten.
 
     Args:
-        report: told the end of the load, once it has been concluded.
+        report: takes the end of the load, after its result is known.
     """
 
     def __init__(
@@ -50,12 +50,14 @@ class Auditor:
         self._consumer = consumer
         self._outage = outage
         self._report = report
-        self._doubtful: dict[str, tuple[Finished, int]] = {}  # by request: the step it was found in
-        self._ending: list[tuple[Counterpart, str]] = []  # whose sessions end with this turn
+        self._doubtful: dict[
+            str, tuple[Finished, int]
+        ] = {}  # by request: and the step in which it ended
+        self._ending: list[tuple[Counterpart, str]] = []  # sessions to end in this turn, and why
 
     @property
     def distrusted(self) -> int:
-        """Ranks of producers whose KV was found wrong."""
+        """The number of ranks of producers whose KV was found wrong."""
         return self._book.distrusted if self._book is not None else 0
 
     def ended(self, finished: Finished, now: float) -> None:
@@ -66,16 +68,16 @@ class Auditor:
             self._conclude(finished, now)
 
     def dropped(self, request: str, now: float) -> None:
-        """The engine has taken the request's pages back: what was found in them says nothing."""
+        """The engine has taken the request's pages back: a difference in them has no meaning."""
         if doubtful := self._doubtful.pop(request, None):
             detail = "the request was dropped"
             self._conclude(doubtful[0]._replace(cause=Cause.ABORTED, detail=detail), now)
 
     def tick(self, now: float) -> None:
-        """Believe what was found, where the engine has not taken the pages back since; end sessions
-        with those that are not believed, after all that is to be said in them."""
+        """Conclude differences whose pages were not taken back. End sessions with distrusted producers, after the last
+        messages in them."""
         for request, (finished, step) in list(self._doubtful.items()):
-            if self._steps.told >= step + 2:
+            if self._steps.handled >= step + 2:
                 del self._doubtful[request]
                 self._conclude(finished, now)
         ending, self._ending = self._ending, []
@@ -91,9 +93,8 @@ class Auditor:
 
     def distrust(self, command: Distrust) -> None:
         """Another rank of this engine has found that a producer's KV is wrong."""
-        every = self._consumer.producers()
-        known = (one for one in every if one.engine_id == command.engine_id)
-        self._distrust(known, command.adapter, command.why)
+        ranks = (rank for rank in self._consumer.producers() if rank.engine_id == command.engine_id)
+        self._distrust(ranks, command.adapter, command.why)
 
     def _conclude(self, finished: Finished, now: float) -> None:
         comparison, cause = finished.comparison, finished.cause
@@ -103,17 +104,17 @@ class Auditor:
             for producer in comparison.counterparts if self._book is not None else ():
                 self._book.passed(producer, comparison.adapter)  # type: ignore[union-attr]
             self._outage.succeeded()
-            names = ", ".join(sorted({one.engine_id for one in comparison.counterparts}))
+            names = ", ".join(sorted({rank.engine_id for rank in comparison.counterparts}))
             logger.info("audit of engine %s passed: %s", names or "(unnamed)", comparison)
             finished = self._more(finished, comparison)
         elif cause is Cause.AUDIT and comparison.counterparts:
-            told = ", ".join(sorted({one.model_text for one in comparison.counterparts}))
-            here = described(self._facts)
-            detail = f"{finished.detail}; the model here: {here}; at the producer: {told}"
+            ours = described(self._facts)
+            theirs = ", ".join(sorted({rank.model_text for rank in comparison.counterparts}))
+            detail = f"{finished.detail}; the model here: {ours}; at the producer: {theirs}"
             finished = finished._replace(detail=detail)
             self._telemetry.count("failed_transfers", cause=cause)
             self._outage.failed(cause, detail, now)
-            names = ", ".join(sorted({one.engine_id for one in comparison.counterparts}))
+            names = ", ".join(sorted({rank.engine_id for rank in comparison.counterparts}))
             adapter = comparison.adapter
             name, of_adapter = adapter.partition(" ")[0], ", or the adapter has other content"
             logger.error(
@@ -139,7 +140,7 @@ class Auditor:
         self._report(finished)
 
     def _more(self, finished: Finished, comparison: Comparison) -> Finished:
-        """Where KV can also come by another path, the next prompt is audited, too."""
+        """If KV can also come by a path that has not passed, the next prompt is audited, too: report that."""
         for producer in comparison.counterparts:
             if path := self._consumer.unaudited(producer.source, comparison.adapter):
                 detail = f"KV can come by another path ({path}): the next prompt is audited, too"
@@ -147,7 +148,7 @@ class Auditor:
         return finished
 
     def _distrust(self, producers: Iterable[Counterpart], adapter: str, why: str) -> None:
-        """KV is not believed any more. Sessions end, so that what is on its way is not used either."""
+        """Use no KV of these producers any more. Their sessions end, so that chunks on their way are not used either."""
         for producer in producers:
             if self._book is not None:
                 self._book.distrust(producer.source, producer.epoch, adapter, why)

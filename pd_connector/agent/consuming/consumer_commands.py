@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine asks of the consuming half, carried out as soon as addresses of producers are known."""
+"""The engine's commands to the consuming half. They are carried out when the addresses of their producers are known."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,9 +23,9 @@ class ConsumerCommands:
     """Used by the agent's thread only.
 
     Args:
-        names: commands whose producers' names are still looked up.
-        gate: shut by the engine's thread for requests that are dropped; opened here.
-        act: carries out what follows.
+        names: holds commands during the look-up of their producers' names.
+        gate: the engine's thread shuts it for requests that are dropped; it is opened here.
+        act: carries out the state machine's actions.
     """
 
     def __init__(
@@ -47,13 +47,16 @@ class ConsumerCommands:
         self._act = act
 
     def execute(self, command: Command, fence: Any, now: float) -> None:
-        """Carry out a command, at once or when the addresses of its producers are known. Pages of
-        a `Load` are filled after the work that `fence` stands for, which may still write them for
-        the request that had them before."""
+        """Carry out a command, at once or when the addresses of its producers are known.
+
+        Args:
+            fence: pages of a `Load` are filled after the device's work before it. That work may still write them for the
+                request that had them before.
+        """
         self._run(self._names.put(command, fence, now), now)
 
     def tick(self, now: float) -> None:
-        """Carry out what waited for addresses, and end what has waited too long."""
+        """Carry out the commands whose addresses are known now, and end those that have waited too long."""
         self._run(self._names.ready(now), now)
 
     def close(self) -> None:
@@ -85,7 +88,7 @@ class ConsumerCommands:
                 self._act(self._consumer.drop(request, why, now), now)
 
     def _give_up(self, command: Command, now: float) -> None:
-        """An error ends the transfer that the command is about, and nothing else."""
+        """An error ends only the command's transfer."""
         ended = self._consumer.drop(command.request, Cause.INTERNAL, now)
         self._act(ended, now)
         if not any(isinstance(action, Finished | Held) for action in ended):
@@ -95,5 +98,7 @@ class ConsumerCommands:
         match command:
             case Load():
                 self._act([Finished(command.request, cause, detail)], now)
-            case Hold() if command.watch:  # otherwise its `Load` will fail, and is counted then
+            case Hold() if (
+                command.watch
+            ):  # without a watch its `Load` fails later, and is counted then
                 self._act([Held(command.request, cause, detail)], now)

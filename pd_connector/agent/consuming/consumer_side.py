@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The consuming half of an agent: carries out what its state machine wants.
+"""The consuming half of an agent: it takes events to the consumer's state machine, and carries out its actions.
 
 `session_keeper` keeps its sessions with producers, and `receive_pipeline` takes chunks in.
 """
@@ -36,6 +36,7 @@ from pd_connector.protocol.consuming.incoming import (
     Held,
     IncomingChunk,
     Load,
+    PlaceStates,
     Stalled,
     Tell,
 )
@@ -51,10 +52,9 @@ class ConsumerSide:
     """Used by the agent's thread only.
 
     Args:
-        shards: what the ranks of this engine hold, this one included.
-        gate: passed before pages are written; shut by the engine's thread for requests whose pages
-            may not be written.
-        report: told the end of every load and watched hold.
+        shards: of all ranks of this engine, this one included.
+        gate: passed before pages are written. The engine's thread shuts it for requests whose pages must not be written.
+        report: takes the end of every load and watched hold.
     """
 
     def __init__(
@@ -127,18 +127,18 @@ class ConsumerSide:
 
     @property
     def unhurried(self) -> bool:
-        """Whether what producers say next can wait for a moment: no chunk is on its way, and what
-        they said last were answers to heartbeats."""
+        """Whether messages of producers can wait for a moment: no chunk is on its way, and the last messages were answers
+        to heartbeats."""
         return self._keeper.only_pulses and not self._pool.held
 
     @property
     def urgent(self) -> bool:
-        """Whether there is work that the poller will not report."""
+        """Whether there is work that the poller does not signal."""
         return self._sessions.urgent
 
     @property
     def due(self) -> float:
-        """When `tick` is wanted at the latest, on its clock."""
+        """When `tick` must be called at the latest, on its clock."""
         return self._keeper.due
 
     @property
@@ -164,8 +164,7 @@ class ConsumerSide:
         self._commands.execute(command, fence, now)
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
-        """The engine serves other weights: KV that is under way is of no use, and every producer
-        must be compared with again."""
+        """The engine serves other weights: KV on its way cannot be used, and every producer must pass an audit again."""
         self._auditor.change_model(facts)
         self._keeper.change_model(facts, now)
 
@@ -175,9 +174,9 @@ class ConsumerSide:
 
     def _unlike(self, source: Source, problem: str) -> None:
         """A producer serves other weights than this engine, although samples of both are the same."""
-        known = [one for one in self._consumer.producers() if one.source == source]
-        self._found_unlike.update((source, one.epoch) for one in known)
-        for engine in {one.engine_id for one in known}:
+        ranks = [rank for rank in self._consumer.producers() if rank.source == source]
+        self._found_unlike.update((source, rank.epoch) for rank in ranks)
+        for engine in {rank.engine_id for rank in ranks}:
             logger.error(
                 "engine %s at %s:%d does not serve the weights of this engine, although samples of both are the same: "
                 "%s. Prompts for it are computed here until one of the two engines restarts "
@@ -196,7 +195,7 @@ class ConsumerSide:
         self._keeper.receive(now)
 
     def tick(self, now: float) -> None:
-        """End what has been silent for too long; send heartbeats when they are due."""
+        """End sessions and transfers whose deadlines have passed; send heartbeats that are due."""
         self._commands.tick(now)
         self._act(self._consumer.tick(now), now)
         self._keeper.tick(now, hurried=self._pool.held > 0)
@@ -211,7 +210,7 @@ class ConsumerSide:
         self._sessions.close()
 
     def _note_choice(self, source: Source, message: messages.Open) -> None:
-        """Count a transfer by its codec. Count and log what `codec: auto` has decided for it."""
+        """Count a transfer by its codec. With `codec: auto`, count and log the choice."""
         codec = self._consumer.codec(source, coded=message.coded)
         self._telemetry.count("asked_transfers", codec=codec)
         if choice := self._consumer.codec_choice(source):
@@ -233,6 +232,11 @@ class ConsumerSide:
                 case IncomingChunk() as chunk:
                     pending.extend(
                         self._consumer.landings.placed(chunk, *self._receiver.place(chunk), now)
+                    )
+                case PlaceStates(transfer, request):
+                    placed = self._receiver.place_states(transfer, request)
+                    pending.extend(
+                        self._consumer.landings.states_placed(transfer, request, *placed, now)
                     )
                 case Stalled(source):
                     self._keeper.stalled(source, now)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a consumer opens a session with a producer: it connects, says `Hello`, and checks the
-`Welcome`."""
+"""A consumer opens a session with a producer: it connects, sends `Hello`, and checks the `Welcome`."""
 
 import logging
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ class Dialler:
         self._codecs = list(permitted(config.codec, config.codec_max_error))
 
     def dial(self, source: Source) -> Connection:
-        """Connect and say `Hello`.
+        """Connect and send `Hello`.
 
         Raises RefusedError if the address is not allowed, or cannot be dialled.
         """
@@ -65,14 +64,14 @@ class Dialler:
         self._identity = self._identity.knowing(full)
 
     def weights_problem(self, producer: ModelFacts | None) -> str:
-        """Why a producer does not serve the same weights, by all that is known now; empty if it does."""
+        """Why a producer serves other weights, as far as both sides' weights are known; empty if it serves the same."""
         ours = self._identity.facts
         return weights_problem(producer, ours) if producer else ""
 
     def welcomed(
         self, source: Source, welcome: messages.Welcome
     ) -> tuple[ReceivePath, ProducerSession]:
-        """What was agreed on: how chunks come, and what is known about the producer.
+        """The result of the handshake: how chunks come, and the session.
 
         Raises RefusedError if the two ranks cannot work together.
         """
@@ -103,7 +102,7 @@ class Dialler:
             way,
             ",".join(codecs) or "none",
         )
-        self._tell_of_codec(source, welcome.codecs, codecs)
+        self._log_unused_codec(source, welcome.codecs, codecs)
         return path, ProducerSession(
             epoch=welcome.epoch,
             slot_bytes=welcome.slot_bytes,
@@ -120,20 +119,20 @@ class Dialler:
         )
 
     def _plain(self, welcome: messages.Welcome, routes: tuple[Route, ...]) -> tuple[Route, ...]:
-        """The same routes in `raw`, if this side may choose between the two; otherwise none."""
+        """The same routes in `raw`, if this side can choose between both; otherwise none."""
         if self._config.codec != "auto" or not welcome.plain:
             return ()
         plain = check_welcome(welcome, self._identity, self._cache.geometry, [RAW.name])
         alike = [route.codec for route in plain] == [route.codec for route in routes]
         return () if alike else plain
 
-    def _tell_of_codec(self, source: Source, theirs: Sequence[str], used: Sequence[str]) -> None:
-        """Say it if KV comes uncoded although the configuration names a codec."""
-        wanted = self._config.codec
-        if wanted in ("auto", RAW.name) or list(used) != [RAW.name]:
+    def _log_unused_codec(self, source: Source, theirs: Sequence[str], used: Sequence[str]) -> None:
+        """Log if KV comes uncoded although the config names a codec."""
+        codec = self._config.codec
+        if codec in ("auto", RAW.name) or list(used) != [RAW.name]:
             return
-        if wanted not in theirs:
+        if codec not in theirs:
             why = f"that engine permits {', '.join(theirs)}: set its config key codec, too"
         else:
             why = "its cache has no more bits an element than the codec (docs/codecs.md)"
-        logger.warning("codec %s is not used with %s:%d: %s", wanted, *source[:2], why)
+        logger.warning("codec %s is not used with %s:%d: %s", codec, *source[:2], why)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the ranks of an engine. Any of them names all of them, so one host and port are enough."""
+"""Finds the ranks of an engine. Each rank names all ranks, so one host and port are enough."""
 
 import time
 
@@ -18,12 +18,12 @@ _POLL_MS = 20
 
 
 def ask_ranks(config: Config, host: str, port: int, deadline: float) -> tuple[Peer, ...]:
-    """All ranks of the engine whose rank listens here. Waits for the answer: for a thread that may.
+    """All ranks of the engine that has a rank at this address. Blocks until the answer has come.
 
     Args:
-        config: settings; its key is the engines' common one.
-        host, port: control channel of any rank.
-        deadline: on `time.monotonic`, in seconds.
+        config: the settings, with the key that all engines share.
+        host, port: the control channel of any rank.
+        deadline: in seconds, on `time.monotonic`.
 
     Raises:
         RefusedError: the address is not allowed, or no rank answers there.
@@ -51,7 +51,7 @@ def _answer(connection: Connection, name: str, deadline: float) -> tuple[Peer, .
     while time.monotonic() < deadline:
         for data in connection.receive():
             return _peers(data, name)
-        # Not the end: a rank that is starting may listen a moment later.
+        # Go on: a rank that starts may listen a moment later.
         problem = connection.lost() or problem
         if problem[0] is Cause.AUTHENTICATION:
             break

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands whose producers are named, until their addresses are known.
+"""Holds commands until the host names of their producers are looked up.
 
-Behind it a producer has one name, whatever was written in the request: its numeric address and
-port. So there is one session with it.
+Requests can spell a producer's host in several ways. After the queue a producer is known only by its numeric address and
+port, so there is one session with it.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from pd_connector.protocol.wire.peers import Peer, Source
 
 
 class Named(NamedTuple):
-    """A command that can be carried out now or, with a cause, cannot be."""
+    """A command with the addresses of its producers. With a cause it cannot be carried out."""
 
     command: Hold | Load | Drop
     fence: Any
@@ -35,9 +35,8 @@ class NameQueue:
     """Used by the agent's thread only. Commands of one request keep their order.
 
     Args:
-        permits: whether a host may be dialled, by its name or by its address. Names that may not
-            be are not even looked up.
-        timeout_s: how long a command waits for addresses, in seconds.
+        permits: whether a host, given by name or address, can be dialled. Other names are not looked up.
+        timeout_s: longest wait of a command for addresses, in seconds.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class NameQueue:
         self._queues: dict[str, deque[_Queued]] = {}
 
     def put(self, command: Hold | Load | Drop, fence: Any, now: float) -> list[Named]:
-        """Add a command; returns those that have become ready by it, in order."""
+        """Add a command. Returns the commands that are ready now, in their order."""
         if isinstance(command, Drop):
             dropped = self._queues.pop(command.request, ())
             ended = [Named(q.command, q.fence, command.cause, "dropped") for q in dropped]
@@ -59,7 +58,7 @@ class NameQueue:
         return self._take(command.request, now)
 
     def ready(self, now: float) -> list[Named]:
-        """Commands that have become ready, or whose time is up."""
+        """The commands that have become ready, or have waited too long."""
         return [named for request in list(self._queues) for named in self._take(request, now)]
 
     def close(self) -> None:
@@ -77,7 +76,7 @@ class NameQueue:
         return taken
 
     def _name(self, queued: _Queued, now: float) -> Named | None:
-        """The command with the addresses of its producers; None while they are looked up."""
+        """The command with the addresses of its producers; None during the look-up."""
         command, fence, deadline = queued
         for peer in command.peers:
             if not self._permits(peer.source.host):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection to a producer, from dialling to its end."""
+"""The record of one connection to a producer, from dialling to its end."""
 
 import math
 from collections.abc import Hashable
@@ -29,20 +29,20 @@ class OpenSession:
     source: Source
     connection: Connection
     deadline: float  # for `Welcome`, then for the answer to a heartbeat
-    last_wanted: float  # when something was last wanted of this producer
+    last_wanted: float  # when a transfer last needed this producer
     path: ReceivePath | None = None  # since `Welcome`
-    facts: ModelFacts | None = None  # of the producer, as it has told them up to now
-    patience_s: float = math.inf  # of the producer, without a heartbeat
-    # Since `Welcome`, until kernels for its routes are compiled: what was agreed on.
+    facts: ModelFacts | None = None  # of the producer, as it has reported them so far
+    patience_s: float = math.inf  # the producer keeps leases this long without a heartbeat
+    # The result of the handshake, from `Welcome` until kernels for its routes are compiled.
     agreed: ProducerSession | None = None
-    has_event: bool = True  # something may have happened to the connection
-    asked: bool = False  # a heartbeat has gone out since the producer last spoke
-    # What the last heartbeat said, and the messages that say so: at rest they stay the same.
+    has_event: bool = True  # the connection's monitor may have an event
+    awaits_answer: bool = False  # a heartbeat was sent since the producer's last message
+    # The content of the last heartbeat, and its messages. They are made again only if it changes.
     named: tuple[str, ...] = ()
     next_ms: int = 0
     heartbeats: tuple[bytes, ...] = ()
 
     @property
     def timeout_cause(self) -> Cause:
-        """What it means that the deadline has passed."""
+        """The cause of the session's end when its deadline has passed."""
         return Cause.UNREACHABLE if self.path is None else Cause.SESSION_LOST

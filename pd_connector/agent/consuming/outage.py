@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the loads of a consumer end: what the engine is told, what is counted and logged, and when failures are an outage.
+"""The ends of a consumer's loads: reports to the engine, counts, logs, and outages.
 
-An outage is reported once, with what to set.
+An outage is logged once, with what to set.
 """
 
 import logging
@@ -18,14 +18,14 @@ from pd_connector.telemetry import Telemetry
 logger = logging.getLogger("pd_connector.agent.consuming.outage")
 
 OUTAGE_S = 60.0
-"""Failures over this time, and no success between them, are an outage."""
+"""Seconds. Failures over this time without a success are an outage."""
 
 
 class OutageWatch:
-    """Told the end of every transfer of a consumer. Used by the agent's thread only.
+    """Notices outages from the ends of all transfers of a consumer. Used by the agent's thread only.
 
     Attributes:
-        failing: whether there is an outage.
+        failing: there is an outage.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class OutageWatch:
 
     @property
     def level(self) -> int:
-        """The level on which one failure is logged. In an outage they are counted only."""
+        """The log level of a failure. In an outage failures are only counted."""
         return logging.DEBUG if self.failing else logging.WARNING
 
     def succeeded(self) -> None:
@@ -68,8 +68,8 @@ class OutageWatch:
 
 
 def named_for_what_it_is(host: str, cause: Cause, detail: str) -> str:
-    """The detail of a failed session. Where the producer could not be reached because this process has too many open
-    files, which libzmq reports as a refused connection, with that; else, at a loopback address, with what that means."""
+    """The detail of a failed session, with its reason if the producer was not reached: this process has too many open files
+    (libzmq reports that as a refused connection), or the address is this machine's own."""
     if cause is not Cause.UNREACHABLE:
         return detail
     if full := no_more_files():
@@ -83,11 +83,11 @@ def named_for_what_it_is(host: str, cause: Cause, detail: str) -> str:
 
 
 class LoadEnds:
-    """Is told the end of every load that is not an audit. Used by the agent's thread only.
+    """Takes the end of every load that is not an audit. Used by the agent's thread only.
 
     Args:
-        outage: notices that nothing arrives any more.
-        report: tells the engine.
+        outage: notices that no KV arrives any more.
+        report: reports to the engine.
     """
 
     def __init__(
@@ -101,25 +101,25 @@ class LoadEnds:
         self._report = report
 
     def held(self, held: Held, now: float) -> None:
-        """What was watched begins to come, or will not come."""
+        """KV of a watched hold begins to come, or will not come."""
         if held.cause is not None:
-            told = "no KV for request %s (%s): %s"
-            self._failed(told, held.request, held.cause, held.detail, now)
+            text = "no KV for request %s (%s): %s"
+            self._failed(text, held.request, held.cause, held.detail, now)
         self._report(held)
 
     def finished(self, finished: Finished, now: float) -> None:
-        """A load has ended, well or not."""
+        """A load has ended, with success or without."""
         if finished.cause is None:
             self._telemetry.count("received_transfers")
             self._telemetry.observe("transfer_seconds", finished.seconds)
             self._outage.succeeded()
         else:
-            told = "KV of request %s did not arrive (%s): %s"
-            self._failed(told, finished.request, finished.cause, finished.detail, now)
+            text = "KV of request %s did not arrive (%s): %s"
+            self._failed(text, finished.request, finished.cause, finished.detail, now)
         self._report(finished)
 
-    def _failed(self, told: str, request: str, cause: Cause, detail: str, now: float) -> None:
+    def _failed(self, text: str, request: str, cause: Cause, detail: str, now: float) -> None:
         self._telemetry.count("failed_transfers", cause=cause)
         if cause is not Cause.ABORTED:
-            logger.log(self._outage.level, told, request, cause, detail)
+            logger.log(self._outage.level, text, request, cause, detail)
         self._outage.failed(cause, detail, now)

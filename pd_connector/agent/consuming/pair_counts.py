@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what came from each rank of each prefill engine."""
+"""Counts chunks, bytes and transfers by the prefill rank that sent them."""
 
 from pd_connector.protocol.consuming.incoming import Finished, IncomingChunk
 from pd_connector.protocol.wire.peers import Source
 from pd_connector.telemetry import Telemetry
 
 MOST_PRODUCERS = 128
-"""Most values of the label `producer`, because each is a series that Prometheus keeps. Further ranks are counted together:
-a decode engine that runs for months may outlive many prefill engines."""
+"""Most values of the label `producer`. Further ranks are counted together: Prometheus keeps a series for each value, and a
+decode engine can outlive many prefill engines."""
 OTHERS = "others"
 
 
 class PairCounts:
-    """The counters of pairs (`agent.metrics.COUNTERS_OF_PAIRS`). Used by the agent's thread."""
+    """The counters `agent.metrics.COUNTERS_OF_PAIRS`. Used by the agent's thread only."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self._known: set[str] = set()
+        self._names: set[str] = set()
 
     def received(self, chunk: IncomingChunk) -> None:
         """A chunk has been verified."""
@@ -27,15 +27,15 @@ class PairCounts:
         self._telemetry.count("pair_bytes", nbytes, producer=producer, codec=codec)
 
     def ended(self, finished: Finished) -> None:
-        """A load has ended, well or not."""
+        """A load has ended, with success or without."""
         if finished.source is not None:
             producer, result = self._name(finished.source), finished.cause or "received"
             self._telemetry.count("pair_transfers", producer=producer, result=result)
 
     def _name(self, source: Source) -> str:
         name = source.label
-        if name not in self._known:
-            if len(self._known) >= MOST_PRODUCERS:
+        if name not in self._names:
+            if len(self._names) >= MOST_PRODUCERS:
                 return OTHERS
-            self._known.add(name)
+            self._names.add(name)
         return name

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An incoming chunk, from the transport that delivered it into the pages of this engine.
 
-`ChunkReceiver` takes what has landed, asks the state machine whether it is believed, and reports how it ended.
+`ChunkReceiver` takes what has landed, asks the state machine whether it fits the plan, and reports how it ended.
 `ReceivePipeline` brings the bytes into pages and verifies them. Both pass one record on: `IncomingChunk`.
 """
 
@@ -94,6 +94,7 @@ class ReceivePipeline:
     | `Pieces`, in an audit | the same | none: copied beside them, and compared | of the copy |
     | `Destination` | sealed slot written | the transport has opened each record into them | none: tags |
     | bytes | any other, or a sealed slot that arrived in a landing slot | scattered; in an audit, compared | of the slot, after the copy; none if `verified` |
+    | bytes of a state | the same | copied apart; `place_states` scatters all of a load at once | of the copy; none if `verified` |
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class ReceivePipeline:
         self._pairs = pairs
         self._reading: dict[Key, int] = {}  # the number that `Taken` repeats
         self._loads: dict[str, tuple[str, Any]] = {}  # by transfer: (request, fence)
+        # By request: chunks of states that were verified, each with a copy of its payload.
+        self._states: dict[str, list[tuple[IncomingChunk, memoryview]]] = {}
 
     def fill_after(self, load: Load, fence: Any) -> None:
         """Fill the load's pages only after the device's work before `fence`: that work may still write them for the
@@ -118,7 +121,8 @@ class ReceivePipeline:
         self._loads.setdefault(load.transfer, (load.request, fence))
 
     def forget(self, request: str) -> None:
-        """Forget what `fill_after` said of this request."""
+        """Forget what `fill_after` said of this request, and the states that were kept for it."""
+        self._states.pop(request, None)
         self._loads = {t: load for t, load in self._loads.items() if load[0] != request}
 
     def is_reading(self, source: Source, slot: int) -> bool:
@@ -209,6 +213,8 @@ class ReceivePipeline:
             if chunk.comparison is None:
                 return self._pull(chunk, payload, path), ()
             return self._pull_apart(chunk, payload, path, fence)
+        if chunk.route.section is not None and chunk.comparison is None:
+            return self._keep_state(chunk, payload), ()
         distances: Sequence[Distance] = ()
         if chunk.comparison is None:
             self._cache.scatter(chunk.route, chunk.planned, chunk.pages, payload, fence)
@@ -218,6 +224,31 @@ class ReceivePipeline:
             # Its transport has checked every byte, and no other process can write them.
             return b"", distances
         return self._cache.last_checksum or _checksum(payload), distances
+
+    def _keep_state(self, chunk: IncomingChunk, payload: Payload) -> bytes:
+        """Copy a chunk of a state out of its landing slot, which is lent again at once; returns the checksum of the
+        copy."""
+        if isinstance(payload, memoryview):
+            memory = memoryview(np.frombuffer(payload, np.uint8).copy().data)
+        else:
+            memory = payload.to_host()
+        self._states.setdefault(chunk.request, []).append((chunk, memory))
+        if chunk.verified and not chunk.header.checksum:
+            return b""
+        return checksum_of(memory)
+
+    def place_states(self, request: str) -> None:
+        """Write all states of a load into their pages: the rest of it is verified.
+
+        Raises:
+            RevokedError: the request was dropped. No page has been written.
+            AbandonedError: as for `place`.
+        """
+        kept = self._states.pop(request, [])
+        with self._gate.touching(request):
+            for chunk, payload in kept:
+                _, fence = self._loads[chunk.header.transfer]
+                self._cache.scatter(chunk.route, chunk.planned, chunk.pages, payload, fence)
 
     def destination(
         self, chunk: IncomingChunk, awaited: Callable[[IncomingChunk], bool]
@@ -288,8 +319,8 @@ def _checksum(payload: Payload) -> bytes:
 
 
 class ChunkReceiver:
-    """Takes chunks in: decodes their headers, asks the state machine of a consumer whether they are believed, and has
-    them placed. Used by the agent's thread only.
+    """Takes chunks in: decodes their headers, asks the state machine of a consumer whether they fit the plan, and
+    has them placed. Used by the agent's thread only.
 
     Args:
         act: carries out the state machine's actions.
@@ -333,13 +364,13 @@ class ChunkReceiver:
 
     def landed(self, landed: Sequence[Landed], now: float) -> None:
         """Chunks have landed. Each is used only if it fits the plan and its checksum is right."""
-        for number, chunk in enumerate(landed, 1):
+        for number, landing in enumerate(landed, 1):
             following = landed[number] if number < len(landed) else None
             if following and not following.problem and isinstance(following.payload, Payload):
                 self._cache.scatter_next(following.payload)
-            give_up = partial(self._give_up, chunk, now)
+            give_up = partial(self._give_up, landing, now)
             with confined(self._telemetry, "taking in a chunk", give_up):
-                self._take_in(chunk, now)
+                self._take_in(landing, now)
         self._cache.settle()
 
     def destination(self, encoded: bytes, slot: int, nbytes: int) -> Destination | None:
@@ -357,21 +388,39 @@ class ChunkReceiver:
         session = self._sessions.get(chunk.source)
         assert session is not None
         assert session.path is not None  # it has been granted the slot
+        path = session.path
+        return self._placed(
+            chunk.header.transfer, lambda: self._receive_pipeline.place(chunk, path)
+        )
+
+    def place_states(self, transfer: str, request: str) -> tuple[Cause | None, str]:
+        """Write the states of a load into their pages. Returns what went wrong, as (cause, detail)."""
+
+        def place() -> tuple[None, str]:
+            self._receive_pipeline.place_states(request)
+            return None, ""
+
+        return self._placed(transfer, place)
+
+    def _placed(
+        self, transfer: str, place: Callable[[], tuple[Cause | None, str]]
+    ) -> tuple[Cause | None, str]:
+        """What `place` returns, or what its exception means."""
         try:
-            return self._receive_pipeline.place(chunk, session.path)
+            return place()
         except RevokedError:
             return Cause.ABORTED, "the request was dropped"
         except AbandonedError:
             raise
         except Exception as error:  # a codec or transport, which may be another package's
-            logger.exception("a chunk of transfer %s was not placed", chunk.header.transfer)
+            logger.exception("a chunk of transfer %s was not placed", transfer)
             self._telemetry.count("session_errors")
             return Cause.INTERNAL, f"the chunk could not be decoded or copied: {error!r}"
 
-    def _take_in(self, landed: Landed, now: float) -> None:
-        slot, problem = landed.slot, landed.problem
+    def _take_in(self, landing: Landed, now: float) -> None:
+        slot, problem = landing.slot, landing.problem
         try:
-            header = decode_header(landed.header)
+            header = decode_header(landing.header)
         except MalformedMessageError as error:
             # Not the exception itself: its frames would keep the slot's memory.
             logger.warning("chunk with an unreadable header dropped: %s", str(error))
@@ -381,19 +430,19 @@ class ChunkReceiver:
         if problem:
             logger.warning("chunk of transfer %s not read: %s", header.transfer, problem)
         actions = self._consumer.landings.landed(
-            header, slot, landed.payload, now, problem=problem, verified=landed.verified
+            header, slot, landing.payload, now, problem=problem, verified=landing.verified
         )
         if not actions:
             self._telemetry.count("stale_chunks", cause=Cause.UNKNOWN_TRANSFER)
         self._act(actions, now)
         self._tell_taken(slot)
 
-    def _give_up(self, landed: Landed, now: float) -> None:
+    def _give_up(self, landing: Landed, now: float) -> None:
         """An error with a chunk ends its transfer."""
-        transfer = decode_header(landed.header).transfer
+        transfer = decode_header(landing.header).transfer
         detail = "an unexpected error, see this log"
         self._act(self._consumer.give_up(transfer, detail, now), now)
-        self._tell_taken(landed.slot)
+        self._tell_taken(landing.slot)
 
     def _tell_taken(self, slot: int) -> None:
         """Tell the producer that a chunk has been read, if one was left for this landing slot."""

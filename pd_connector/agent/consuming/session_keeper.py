@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a consumer's sessions with producers: dials them, hears them, looks after them, ends them."""
+"""Keeps a consumer's sessions with producers: dials, handles their messages, sends heartbeats, ends them."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -26,21 +26,21 @@ from pd_connector.protocol.wire.peers import Source
 logger = logging.getLogger("pd_connector.agent.consuming.session_keeper")
 
 _SESSIONS_PER_HEARTBEAT = 16
-"""With more sessions than this, heartbeats are further apart than `heartbeat_s`."""
+"""With more sessions than this, the time between heartbeats is longer than `heartbeat_s`."""
 _LATEST = 2 / 3
-"""Heartbeats are apart by this part of producers' patience at most: the rest is for a busy machine."""
+"""Longest time between heartbeats, as a part of producers' patience. The rest is a reserve for busy machines."""
 _SOONEST_S = 0.05
-"""Heartbeats are apart by this at least, whatever a producer says."""
+"""Shortest time between heartbeats, in seconds, whatever a producer asks."""
 
 
 class SessionKeeper:
     """Used by the agent's thread only.
 
     Args:
-        sessions: those that exist; sessions are added and ended here only.
-        act: carries out what the state machine wants done.
-        read: fetches a chunk that a producer left to be read.
-        unlike: told of a producer that was found to serve other weights, and why.
+        sessions: only this class adds and ends sessions.
+        act: carries out the state machine's actions.
+        read: reads a chunk that a producer has left.
+        unlike: takes a producer that serves other weights, and why.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SessionKeeper:
         self._next_heartbeat = 0.0
         self._peer_backoff = PeerBackoff(resources.config.connect_timeout_s)
         self.only_pulses = False
-        """Whether what the last `receive` found were answers to heartbeats, and nothing else."""
+        """Whether the last `receive` found only answers to heartbeats."""
 
     def receive(self, now: float) -> None:
         """Handle every message that waits, and every connection that broke."""
@@ -86,7 +86,7 @@ class SessionKeeper:
                 self.end_session(session, Cause.MALFORMED_MESSAGE, str(error), now)
                 return
             if isinstance(message, messages.Pulse):
-                # With many sessions nearly all messages are these, of engines that live.
+                # With many sessions nearly all messages are these.
                 self._hear_weights(session, message.weights)
                 age_s = message.engine_age_ms / 1000
                 if age_s <= self._config.engine_timeout_s:
@@ -136,20 +136,19 @@ class SessionKeeper:
         except RefusedError as refused:
             return self.end_session(session, refused.cause, str(refused), now)
         session.facts = welcome.facts
-        # An older producer does not say: it is taken to be as patient as this side.
-        unsaid_s = min(self._config.session_timeout_s, self._config.lease_s)
-        session.patience_s = welcome.lease_ms / 1000 or unsaid_s
+        # An older producer does not say how long it waits: assume the settings of this side.
+        assumed_s = min(self._config.session_timeout_s, self._config.lease_s)
+        session.patience_s = welcome.lease_ms / 1000 or assumed_s
         self._next_heartbeat = min(self._next_heartbeat, now + self._heartbeat_interval_s)
-        # The others may be due much later than this producer waits that has not heard when.
-        next_s, wanted = self._next_heartbeat - now, self._consumer.transfers_of(session.source)
-        self._sessions.send_heartbeat(session, wanted, now, max(0.0, next_s))
+        # This producer does not know yet when the next heartbeat comes: send one now.
+        next_s, transfers = self._next_heartbeat - now, self._consumer.transfers_of(session.source)
+        self._sessions.send_heartbeat(session, transfers, now, max(0.0, next_s))
         self._sessions.agreed(session)
         self._peer_backoff.answered(session.source)
         return self._establish(session, now)
 
     def _establish(self, session: OpenSession, now: float) -> None:
-        """Ask for KV once it can be scattered. Until its kernels are compiled, heartbeats keep the
-        session alive."""
+        """Begin the session when its kernels are compiled. Until then heartbeats keep it alive."""
         agreed = session.agreed
         if agreed is None or not self._cache.prepare(
             (*agreed.routes, *agreed.plain), gathers=False
@@ -162,11 +161,10 @@ class SessionKeeper:
             self._act(self._consumer.session_up(session.source, agreed, now), now)
 
     def tick(self, now: float, *, hurried: bool = False) -> None:
-        """Dial those whose turn has come, end those that are silent, and send heartbeats that are
-        due.
+        """Dial queued producers, end silent sessions, and send heartbeats that are due.
 
         Args:
-            hurried: what producers say must not wait (`OpenSessions.send_heartbeats`).
+            hurried: see `OpenSessions.send_heartbeats`.
         """
         while (queued := self._sessions.next_queued(now)) is not None:
             source, addresses = queued
@@ -186,11 +184,11 @@ class SessionKeeper:
             self._sessions.send_heartbeats(
                 self._consumer.transfers_of, now, next_s, hurried=hurried
             )
-        self._sessions.look_for_answers(now)
+        self._sessions.read_answers(now)
 
     @property
     def due(self) -> float:
-        """When `tick` is wanted at the latest, to send heartbeats and see who has answered."""
+        """When `tick` must be called at the latest, on its clock."""
         return min(self._next_heartbeat, self._sessions.answers_due)
 
     def _look_after(self, session: OpenSession, now: float) -> None:
@@ -209,8 +207,7 @@ class SessionKeeper:
 
     @property
     def _heartbeat_interval_s(self) -> float:
-        """With many sessions heartbeats are further apart, as far as producers allow. They are sooner
-        where a producer's leases would end between them."""
+        """Seconds between heartbeats: more with many sessions, but not so many that a producer's leases end between them."""
         heartbeat_s = self._config.heartbeat_s
         stretched = heartbeat_s * max(1.0, len(self._sessions) / _SESSIONS_PER_HEARTBEAT)
         return min(stretched, max(_SOONEST_S, self._sessions.patience_s * _LATEST))
@@ -233,7 +230,7 @@ class SessionKeeper:
         return None
 
     def _refused(self, source: Source, cause: Cause, detail: str, now: float) -> None:
-        """No session with this producer will come."""
+        """There is no session with this producer: its transfers fail."""
         self._act(self._consumer.session_down(source, cause, detail, now), now)
 
     def _make_room(self, now: float) -> None:
@@ -243,14 +240,13 @@ class SessionKeeper:
             self.end_session(idle, Cause.NOT_NEEDED, "another producer needed its place", now)
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
-        """The engine serves other weights: KV that is under way is of no use, and every producer
-        must be compared with again."""
+        """The engine serves other weights: KV on its way cannot be used, and models must be compared again."""
         self._dialler.change_model(facts)
         for session in self._sessions:
             self.end_session(session, Cause.MODEL, "this engine's weights have changed", now)
 
     def know_weights(self, full: bytes) -> None:
-        """All bytes of this engine's weights were read: those are compared where both sides have read them."""
+        """All bytes of this engine's weights were read: compare them with producers that have read theirs."""
         self._dialler.know_weights(full)
         for session in self._sessions:
             self._compare_weights(session)
@@ -266,14 +262,14 @@ class SessionKeeper:
             self._unlike(session.source, problem)
 
     def stalled(self, source: Source, now: float) -> None:
-        """End the session, so that the next transfer gets a new connection: this one may be dead
-        without a sign. A peer that writes by itself has no such connection."""
+        """End the session, so that the next transfer gets a new connection: this one may be dead without a sign. One-sided
+        transports have no such connection."""
         session = self._sessions.get(source)
         if session and session.path and not session.path.transport.one_sided:
             self.end_session(session, Cause.STALLED, "no chunk within stall_timeout_s", now)
 
     def end_session(self, session: OpenSession, cause: Cause, detail: str, now: float) -> None:
-        """End a session: what was wanted of its producer fails with this cause."""
+        """End a session: the transfers of its producer fail with this cause."""
         source, path = session.source, session.path
         detail = named_for_what_it_is(source.host, cause, detail)
         level = self._outage.level if self._consumer.wants(source) else logging.INFO

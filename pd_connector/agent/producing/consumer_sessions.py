@@ -17,9 +17,9 @@ from pd_connector.transport.base import Transport
 
 MOST_SESSIONS = 1024
 LAST_MESSAGES_S = 0.2
-"""A consumer's connection has ended: within this time all that it said before is handled."""
+"""Seconds after the end of a consumer's connection in which its last messages are handled."""
 _LATE = 1.5
-"""A consumer says when its next heartbeat comes. After this multiple of that time in silence it is lost."""
+"""Factor: a consumer is lost after 1.5 times the announced time to its next heartbeat."""
 
 
 class SendPath(NamedTuple):
@@ -32,19 +32,19 @@ class SendPath(NamedTuple):
 
 @dataclass(slots=True)
 class ConsumerSession:
-    """What this side knows of one session."""
+    """One session with a consumer."""
 
     engine_id: str
     path: SendPath
     routes: tuple[Route, ...]
-    plain: tuple[Route, ...]  # in `raw`, for transfers that the consumer does not want coded
+    plain: tuple[Route, ...]  # the same in `raw`, for transfers that are not coded
     last_heard: float
-    patience_s: float  # without a word
+    patience_s: float  # the session is lost after this time without a message
     broken_at: float = math.inf  # when its connection was seen to have ended
 
 
 class ConsumerSessions:
-    """All of them, by the sender that libzmq names. Used by the agent's thread only."""
+    """The sessions, by the sender's routing id in libzmq. Used by the agent's thread only."""
 
     def __init__(self, resources: RankResources) -> None:
         config = resources.config
@@ -77,7 +77,7 @@ class ConsumerSessions:
 
     @property
     def compiling(self) -> set[bytes]:
-        """Sessions that wait for the kernels of their routes: nothing can be gathered for them."""
+        """Sessions whose kernels are not compiled yet: nothing can be gathered for them."""
         if self._compiling:
             self._compiling = {s for s in self._compiling if not self._compiled(s)}
         return self._compiling
@@ -102,7 +102,9 @@ class ConsumerSessions:
             self._telemetry.count("staged_sessions", cause=cause)
         read = self._reads(transport) and transport.name in hello.readable
         path = SendPath(transport, link, read)
-        patience_s = self._config.session_timeout_s  # until it says more (`speaks_in`)
+        patience_s = (
+            self._config.session_timeout_s
+        )  # until its first heartbeat (`expect_heartbeat`)
         self._sessions[sender] = ConsumerSession(
             hello.engine_id, path, routes, plain, now, patience_s
         )
@@ -125,7 +127,7 @@ class ConsumerSessions:
         )
 
     def change_model(self, facts: ModelFacts) -> None:
-        """The engine serves other weights; sessions that exist are left to the caller."""
+        """The engine serves other weights. The caller ends the present sessions."""
         self._identity = self._identity._replace(facts=facts)
 
     def know_weights(self, full: bytes) -> None:
@@ -138,7 +140,7 @@ class ConsumerSessions:
         return self._sessions.pop(sender, None)
 
     def silent(self, now: float) -> list[bytes]:
-        """Sessions that should have said something by now, or cannot any more."""
+        """Sessions without a message for too long, or whose connection has ended."""
         return [
             sender
             for sender, session in self
@@ -146,8 +148,8 @@ class ConsumerSessions:
             or session.broken_at + LAST_MESSAGES_S < now
         ]
 
-    def speaks_in(self, session: ConsumerSession, next_ms: int) -> None:
-        """The consumer says when it will speak next: with many sessions it does so rarely."""
+    def expect_heartbeat(self, session: ConsumerSession, next_ms: int) -> None:
+        """The consumer has announced its next heartbeat, in `next_ms` milliseconds; 0: not announced."""
         late_s = min(_LATE * next_ms / 1000, self._config.lease_s)
         session.patience_s = max(self._config.session_timeout_s, late_s)
 
@@ -158,6 +160,6 @@ class ConsumerSessions:
         )
 
     def _reads(self, transport: Transport) -> bool:
-        """Whether consumers read from here over this transport."""
+        """Whether consumers read chunks from this rank over this transport."""
         auto = self._config.direction == "auto" and transport.reads_first
         return transport.readable and (auto or self._config.direction == "read")

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine tells the producing half: prefills that begin, come further, and take pages back."""
+"""The engine's commands to the producing half: prefills begin, compute more, and take pages back.
+
+An engine queues a step's work on its device, and says at once what will be computed. If the agent read those pages now, its
+thread would wait for the device, and so would other transfers, heartbeats, and an engine that takes pages back. So such
+commands wait here (`Unfinished`) until the device has computed their pages.
+"""
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator
@@ -20,20 +25,20 @@ from pd_connector.telemetry import Telemetry
 ProducerCommand = Expect | Offer | Computed | Revoke | Withdraw
 
 
-_Told = tuple[Offer | Computed, Any]  # with its fence
+_Waiting = tuple[Offer | Computed, Any]  # a command with its fence
 
 
 class Unfinished:
-    """Commands that wait for the device. Commands of one transfer keep their order; other transfers go ahead.
-    Used by the agent's thread only.
+    """Commands that wait for the device. Commands of one transfer keep their order; other transfers overtake them. Used by
+    the agent's thread only.
 
     Args:
-        due: whether a command need not wait, or no longer.
+        due: whether a command can be carried out now.
     """
 
     def __init__(self, due: Callable[[Offer | Computed, Any], bool]) -> None:
         self._due = due
-        self._waiting: dict[str, deque[_Told]] = {}
+        self._waiting: dict[str, deque[_Waiting]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -49,7 +54,7 @@ class Unfinished:
         return self._waiting.keys()
 
     def keep(self, command: Offer | Computed, fence: Any) -> bool:
-        """Keep this command if it has to wait; returns whether that is so."""
+        """Keep the command if it has to wait. Returns whether it waits."""
         commands = self._waiting.get(command.transfer)
         if commands is None and self._due(command, fence):
             return False
@@ -57,14 +62,14 @@ class Unfinished:
         return True
 
     def drop(self, transfer: str, request: str) -> None:
-        """Forget what this request has said."""
+        """Forget this request's commands."""
         commands = self._waiting.pop(transfer, ())
-        if left := deque(told for told in commands if told[0].request != request):
-            self._waiting[transfer] = left
+        if others := deque(each for each in commands if each[0].request != request):
+            self._waiting[transfer] = others
 
-    def take_due(self, at_once: Container[str]) -> Iterator[_Told]:
-        """What need not wait any more, and everything of the transfers `at_once`. Each is carried out
-        before the next is taken."""
+    def take_due(self, at_once: Container[str]) -> Iterator[_Waiting]:
+        """Take the commands that need not wait any more, and all commands of the transfers `at_once`. Carry out each before
+        the next is taken."""
         for transfer, commands in list(self._waiting.items()):
             while commands and (transfer in at_once or self._due(*commands[0])):
                 yield commands.popleft()
@@ -76,9 +81,9 @@ class ProducerCommands:
     """Used by the agent's thread only.
 
     Args:
-        gate: shut by the engine's thread for requests that take their pages back; opened here.
-        cache: on whose device an engine computes.
-        act: carries out what follows.
+        gate: the engine's thread shuts it for requests that take their pages back; it is opened here.
+        cache: its device is the engine's.
+        act: carries out the state machine's actions.
     """
 
     def __init__(
@@ -105,15 +110,15 @@ class ProducerCommands:
 
     @property
     def due(self) -> bool:
-        """Whether `resume` has something to do."""
+        """Whether `resume` can carry out a command now."""
         return self._unfinished.due
 
     def execute(self, command: ProducerCommand, fence: Any, now: float) -> None:
-        """Carry out a command. An error ends the transfer that it is about, and nothing else.
+        """Carry out a command. An error ends only the command's transfer.
 
         Args:
-            fence: pages of an `Offer` or `Computed` are gathered after the work that it stands for,
-                which computes them. Until that is done the command waits.
+            fence: the device's work before it computes the pages of an `Offer` or `Computed`. The command waits until this
+                work is done.
         """
         with self._confined(command):
             if self._kept(command, fence, now):
@@ -123,13 +128,13 @@ class ProducerCommands:
             self._gate.open(command.request)  # `Agent.submit` has shut it
 
     def resume(self, now: float, at_once: Container[str] = ()) -> None:
-        """Carry out what need not wait any more, and everything of the transfers `at_once`."""
+        """Carry out the commands that need not wait any more, and all commands of the transfers `at_once`."""
         for command, fence in self._unfinished.take_due(at_once):
             with self._confined(command):
                 self._execute(command, fence, now)
 
     def resume_all(self, now: float) -> None:
-        """Carry out everything that waits."""
+        """Carry out all waiting commands."""
         self.resume(now, self._unfinished.transfers)
 
     def _confined(self, command: ProducerCommand) -> AbstractContextManager[None]:
@@ -137,24 +142,26 @@ class ProducerCommands:
         return confined(self._telemetry, what, partial(self._give_up, command))
 
     def _kept(self, command: ProducerCommand, fence: Any, now: float) -> bool:
-        """Whether the command has to wait; if so, it is kept."""
+        """Keep the command if it has to wait. Returns whether it waits."""
         match command:
             case Offer() | Computed():
                 kept = self._unfinished.keep(command, fence)
                 if kept and isinstance(command, Offer):
-                    self._producer.expect(command.transfer, now)  # openings may come before it
+                    self._producer.expect(
+                        command.transfer, now
+                    )  # openings can come before the offer is carried out
                 return kept
             case Revoke(transfer, request) | Withdraw(transfer, request):
                 self._unfinished.drop(transfer, request)
-                self.resume(now, (transfer,))  # another request's: the transfer is its own then
+                self.resume(now, (transfer,))  # commands of another request with this transfer
         return False
 
     def _due(self, command: Offer | Computed, fence: Any) -> bool:
-        return self._told_before(command) or self._cache.happened(fence)
+        return self._reported_before(command) or self._cache.happened(fence)
 
-    def _told_before(self, command: Offer | Computed) -> bool:
-        """Whether the command tells of no more computed tokens than were told before. If so, its own fence
-        belongs to a later step, which may have only just begun."""
+    def _reported_before(self, command: Offer | Computed) -> bool:
+        """Whether an offer has no more computed tokens than were reported before. If so, its fence belongs to a later step,
+        which may have just begun."""
         is_offer = isinstance(command, Offer)
         return is_offer and command.tokens <= self._send_pipeline.computed(command.request)
 
@@ -163,7 +170,7 @@ class ProducerCommands:
             case Expect(transfer):
                 self._producer.expect(transfer, now)
             case Offer(request=request, tokens=tokens):
-                if not self._told_before(command):
+                if not self._reported_before(command):
                     self._send_pipeline.gather_after(request, fence, tokens)
                 self._act(self._producer.offer(command, now))
             case Computed(transfer, request, tokens, stop_layer):
@@ -181,4 +188,4 @@ class ProducerCommands:
     def _give_up(self, command: ProducerCommand) -> None:
         self._act(self._producer.give_up(command.transfer, "an unexpected error, see its log"))
         if isinstance(command, Offer) and command.final:
-            self._act([Free(command.request, Cause.INTERNAL)])  # only the first one counts
+            self._act([Free(command.request, Cause.INTERNAL)])  # only the first `Free` counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The producing side of an agent: sessions with consumers, and outgoing chunks."""
+"""The producing half of an agent: it takes events to the producer's state machine, and carries out its actions."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -33,40 +33,42 @@ _MAX_DETAIL = 1024  # characters of a refusal, which may quote what a peer sent
 
 EVERY_S = 60.0
 MOST_LINES = 5
-"""Lines of one cause within `EVERY_S`; the rest become one line, once that time is over."""
+"""Most log lines of one cause in `EVERY_S` seconds. One line afterwards counts the others."""
 
 
 @dataclass
-class _Told:
+class _LogLines:
     since: float
     lines: int = 0
-    unsaid: int = 0
+    left_out: int = 0
 
 
 class Refusals:
-    """Used by the agent's thread only."""
+    """Counts refused sessions, and logs a few of each cause: any program that reaches the port can cause them. Used by the
+    agent's thread only.
+    """
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self._told: dict[Cause, _Told] = {}
+        self._log_lines: dict[Cause, _LogLines] = {}
 
     def refused(self, cause: Cause, detail: str, now: float) -> None:
-        """A session is refused; `detail` may repeat what a stranger sent."""
+        """A session is refused. `detail` can quote a stranger's message."""
         self._telemetry.count("rejected_sessions", cause=cause)
-        told = self._told.setdefault(cause, _Told(now))
-        if now - told.since >= EVERY_S:
-            if told.unsaid:
-                logger.warning("sessions refused (%s): %d more of them", cause, told.unsaid)
-            told = self._told[cause] = _Told(now)
-        if told.lines == MOST_LINES:
-            told.unsaid += 1
+        log = self._log_lines.setdefault(cause, _LogLines(now))
+        if now - log.since >= EVERY_S:
+            if log.left_out:
+                logger.warning("sessions refused (%s): %d more of them", cause, log.left_out)
+            log = self._log_lines[cause] = _LogLines(now)
+        if log.lines == MOST_LINES:
+            log.left_out += 1
             return
-        told.lines += 1
+        log.lines += 1
         logger.warning("session refused (%s): %s", cause, one_line(detail))
 
 
 def one_line(text: str) -> str:
-    """The text with its control characters and ends of lines escaped, whatever a log's reader takes for one."""
+    """The text with all characters escaped that are not printable, such as ends of lines."""
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
 
@@ -74,13 +76,13 @@ class ProducerSide:
     """Used by the agent's thread only.
 
     Attributes:
-        commands: carries out what the engine asks for.
+        commands: carries out the engine's commands.
 
     Args:
         sending: the send slots.
-        gate: shut by the engine's thread for requests whose pages must not be read.
-        report: told of every request whose pages may be freed.
-        port: control port to listen on; 0: the config says.
+        gate: the engine's thread shuts it for requests whose pages must not be read.
+        report: takes every request whose pages can be freed.
+        port: control port to listen on; 0: that of the config.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class ProducerSide:
                 config.host,
             )
         self._sessions = ConsumerSessions(resources)
-        self._unheard: set[bytes] = set()  # consumers that a message did not reach
+        self._unheard: set[bytes] = set()  # consumers that did not take a message
         self._next_sweep = 0.0
         self._send_pipeline = SendPipeline(config, identity.epoch, resources.cache, sending, gate)
         self._sender = ChunkSender(
@@ -151,12 +153,12 @@ class ProducerSide:
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether KV of a step is to be sent that the engine's device still computes."""
+        """Whether KV to be sent is still computed by the engine's device."""
         return self.commands.waits
 
     @property
     def device_done(self) -> bool:
-        """Whether some of that is computed now."""
+        """Whether some of this KV is computed now."""
         return self.commands.due
 
     @property
@@ -172,9 +174,9 @@ class ProducerSide:
         }
 
     def change_model(self, facts: ModelFacts, now: float) -> None:
-        """The engine serves other weights. KV of the old weights is not sent any more, and every consumer
-        must compare models again."""
-        self.commands.resume_all(now)  # their KV is that of the old weights
+        """The engine serves other weights. KV of the old weights is not sent any more. Sessions end, so that models are
+        compared again."""
+        self.commands.resume_all(now)  # their KV is of the old weights
         self._identity = self._identity._replace(facts=facts)
         self._sessions.change_model(facts)
         detail = "the engine's weights have changed"
@@ -183,12 +185,12 @@ class ProducerSide:
             self._reject(sender, Cause.MODEL, detail, now)
 
     def know_weights(self, full: bytes) -> None:
-        """All bytes of the engine's weights were read: consumers hear it with the next pulse."""
+        """All bytes of the engine's weights were read. The next `Pulse` says so to consumers."""
         self._identity = self._identity.knowing(full)
         self._sessions.know_weights(full)
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """Messages that wait, as (sender, bytes), for `handle`."""
+        """Take the waiting messages, as (sender, bytes), for `handle`."""
         return self._listener.receive()
 
     def handle(self, arrived: Sequence[tuple[bytes, bytes]], now: float) -> None:
@@ -210,7 +212,7 @@ class ProducerSide:
         if session is not None:
             session.last_heard = now
             self._dispatch(sender, message, now)
-        elif isinstance(message, messages.Cancel):  # a refused one ends its transfers
+        elif isinstance(message, messages.Cancel):  # a consumer without a session can cancel
             self._dispatch(sender, message, now)
         else:
             self._reject(sender, Cause.SESSION_LOST, "no session with you: say Hello first", now)
@@ -223,12 +225,12 @@ class ProducerSide:
         self._say(sender, messages.Ranks(self._identity.engine_id, ranks))
 
     def _say(self, receiver: bytes, message: messages.Message) -> None:
-        """Send a message. A consumer that does not take it loses its session: the message will never come."""
+        """Send a message. A consumer that does not take it loses its session."""
         if not self._listener.send(receiver, messages.encode(message)):
             self._unheard.add(receiver)
 
     def _ending_on_error(self, sender: bytes, now: float) -> AbstractContextManager[None]:
-        """An error of one session ends that session, and nothing else."""
+        """An error of one session ends only this session."""
         detail = "an unexpected error of the producer"
         give_up = partial(self._reject, sender, Cause.INTERNAL, detail, now)
         return confined(self._telemetry, "session with a consumer", give_up)
@@ -240,14 +242,14 @@ class ProducerSide:
         self._sender.chunk_ended((transport.name, written.token), written.ok, written.detail)
 
     def send(self, now: float) -> None:
-        """Start as many writes as there are send slots and credits."""
+        """Send chunks while there are send slots and credits."""
         for chunk in self._sender.ready():
             with self._ending_on_error(chunk.session, now):
                 self._sender.send(chunk, now)
         self._sender.settle()
 
     def tick(self, now: float) -> None:
-        """End silent sessions, sessions whose transport does not move, and expired leases."""
+        """End silent sessions, sessions with late chunks, and expired leases."""
         for sender in self._send_pipeline.in_flight.timed_out(now):
             if sender in self._sessions:
                 detail = "a chunk was not moved within stall_timeout_s"
@@ -294,7 +296,7 @@ class ProducerSide:
                 transfer, readers = message.transfer, message.readers
                 self._act(self._producer.cancel(sender, transfer, cause, now, readers))
             case messages.Heartbeat():
-                self._sessions.speaks_in(self._sessions[sender], message.next_ms)
+                self._sessions.expect_heartbeat(self._sessions[sender], message.next_ms)
                 self._producer.heartbeat(sender, message.transfers, now)
                 age_ms = int(1000 * self._steps.age_s())
                 self._say(
@@ -328,7 +330,7 @@ class ProducerSide:
         self._listener.release(sender, now)
         self._act(self._producer.session_lost(sender))
         for key in self._send_pipeline.in_flight.unread_by(sender):
-            # If it still reads there, its checksum will be wrong.
+            # If the consumer still reads the chunk, its checksum will be wrong.
             self._sender.chunk_ended(key, False, "the session has ended")
         session.path.transport.disconnect(session.path.link)
 

@@ -337,12 +337,13 @@ class SendPipeline:
     ) -> None:
         """Start to write a chunk to the consumer. `prepared` starts the write of a sealed chunk."""
         if prepared is not None:
-            token = prepared()
+            key = path.transport.name, prepared()
         else:
             token = path.transport.write(path.link, self._header(chunk), payload, chunk.slot)
+            key = path.transport.name, token
         if path.transport.sends_from is not None:
             chunk.session_limit, chunk.in_order = _MOST_WRITES, True
-        self.in_flight.chunk_begun((path.transport.name, token), chunk)
+        self.in_flight.chunk_begun(key, chunk)
 
     def _leave(self, chunk: OutgoingChunk, payload: Payload | Pieces) -> messages.Message:
         """Leave a chunk for the consumer to read; returns the message that says where."""

@@ -8,7 +8,7 @@ Looking up  `find`, `pin`, `unpin`, `was_stored`
 Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
 Loading     `read` -> `Reading`: `take`, `into`, `close`
 Keeping     `remove`, `journal`, `status`, `take_failures`, `close`
-Knowing     `keys`, `id`, `tell`, `told`
+Knowing     `keys`, `id`, `advertise`, `advertised`
 
 Every method may be called from any thread. Those of `Store` block for milliseconds at most, `status` for a second, those of
 `Writing` and `Reading` as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any
@@ -18,7 +18,6 @@ instruction, costs others saves, never look-ups or loads.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from types import TracebackType
 from typing import NamedTuple, Self
 
 MEMORY, DISK = "memory", "disk"
@@ -96,7 +95,7 @@ class Unwritable(NamedTuple):
     why: str
     """The folder, what is wrong, and what to do."""
     age_s: float
-    """How long ago an engine has said so."""
+    """Seconds since an engine reported it."""
 
 
 class StoreStatus(NamedTuple):
@@ -146,12 +145,7 @@ class Writing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.cancel()
 
 
@@ -182,12 +176,7 @@ class Reading(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -226,7 +215,7 @@ class Store(ABC):
 
     @abstractmethod
     def was_stored(self, key: bytes) -> bool:
-        """Whether a missing chunk has been there before, as far as the journal remembers. Never waits."""
+        """Whether a missing chunk was stored before, as far as the journal goes back. Never waits."""
 
     @abstractmethod
     def begin(
@@ -290,12 +279,12 @@ class Store(ABC):
         """The same for all processes that share the store, and for no others: 32 hexadecimal digits."""
 
     @abstractmethod
-    def tell(self, about: bytes) -> None:
-        """Let the other processes read this about this process, as long as it lives; 4 KiB at most."""
+    def advertise(self, about: bytes) -> None:
+        """Let other processes read this about this process, as long as it lives; 4 KiB at most."""
 
     @abstractmethod
-    def told(self) -> list[bytes]:
-        """What living processes tell of themselves."""
+    def advertised(self) -> list[bytes]:
+        """What living processes advertise."""
 
     @abstractmethod
     def take_failures(self) -> Mapping[tuple[str, str], int]:
@@ -303,7 +292,7 @@ class Store(ABC):
 
     @abstractmethod
     def status(self) -> StoreStatus:
-        """What is held, by tier and tenant. Never raises because of the state of the books."""
+        """What is held, by tier and tenant. Never raises because of the state of the catalog."""
 
     @abstractmethod
     def close(self) -> None:

@@ -33,7 +33,7 @@ _OPERATIONS = 100_000
 _LINK = "books"
 _NAME = re.compile(r"books\.(\d+)-[0-9a-f]+")
 _JOURNAL_STEP = 1 << 40
-"""Numbers of the journal that each generation of the catalog has for itself."""
+"""How many journal numbers each generation of the catalog has."""
 _GENERATIONS = 1 << 22
 """The number after which a name of a catalog was altered. SQLite has 63 bits for a number of the journal."""
 _PRAGMAS = ("journal_mode = TRUNCATE", "synchronous = OFF", "mmap_size = 0", "temp_store = MEMORY")
@@ -41,8 +41,8 @@ _PRAGMAS = ("journal_mode = TRUNCATE", "synchronous = OFF", "mmap_size = 0", "te
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _NO_ROOM = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 _DAMAGES = (sqlite3.Error, ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
-"""What a damaged catalog raises. A flipped byte can make SQLite's own message, or a number, something that Python cannot read, and
-a value one of another type, or of no meaning."""
+"""What a damaged catalog raises. A flipped byte can make SQLite's message, or a number, unreadable for Python, and can give a
+value another type or no meaning."""
 
 
 class CatalogError(Exception):
@@ -50,10 +50,10 @@ class CatalogError(Exception):
 
 
 class Catalog:
-    """One process's connection to the books.
+    """One process's connection to the catalog.
 
     Attributes:
-        damaged: why the catalog must be rebuilt; empty if they need not.
+        damaged: why the catalog must be rebuilt; empty if it need not.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -63,7 +63,7 @@ class Catalog:
         self._name = ""
         self._blocked_since: float | None = None
         self._ends = 0.0  # when the transaction under way has taken too long
-        self.damaged = "" if self.name else "there are none yet"
+        self.damaged = "" if self.name else "there is none yet"
 
     @property
     def problem(self) -> str:
@@ -119,7 +119,7 @@ class Catalog:
                 return connection
             connection.execute(
                 "ROLLBACK"
-            )  # a new catalog were made while this waited for the old one
+            )  # a new catalog was made while this waited for the old one
 
     def _connected(self) -> sqlite3.Connection:
         name = self.name
@@ -129,13 +129,13 @@ class Catalog:
             self._disconnect()
             self._connection = _opened(f"{self._folder.path}/{name}")
             self._connection.set_progress_handler(self._overdue, _OPERATIONS)
-            if name != self._name:  # else what is damaged within them may open
+            if name != self._name:  # else a damaged one may open
                 self._name, self.damaged = name, ""
         return self._connection
 
     @property
     def name(self) -> str:
-        """The name of the catalog that is in force; empty if there are none."""
+        """The name of the catalog that is in force; empty if there is none."""
         try:
             name = os.readlink(_LINK, dir_fd=self._folder.root)
         except OSError:
@@ -170,11 +170,11 @@ class Catalog:
                 self._connection.close()
             self._connection = None
 
-    def make_anew(self, fill: Callable[[sqlite3.Connection], None]) -> bool:
-        """Replace a damaged catalog. Returns False if another process is at it.
+    def rebuild(self, fill: Callable[[sqlite3.Connection], None]) -> bool:
+        """Replace a damaged catalog. Returns False if another process does.
 
         Args:
-            fill: writes what the folders hold into new, empty books.
+            fill: writes what the folders hold into a new, empty catalog.
         """
         old = self.name
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -195,8 +195,8 @@ class Catalog:
 
     def _replace(self, old: str, fill: Callable[[sqlite3.Connection], None]) -> None:
         root = self._folder.root
-        found = _NAME.fullmatch(old)
-        before = int(found[1]) if found else _GENERATIONS
+        match = _NAME.fullmatch(old)
+        before = int(match[1]) if match else _GENERATIONS
         generation = 1 + (before if before < _GENERATIONS else time.monotonic_ns() % (1 << 20))
         name = f"books.{generation}-{secrets.token_hex(4)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written into the catalog, one function a step. Each runs within a transaction and touches no file."""
+"""Writes to the catalog, one function for each step. Each runs within a transaction and touches no file."""
 
 import sqlite3
 import time
@@ -12,7 +12,7 @@ from pd_connector.pool.store.folder import charge_of
 
 MEMORY_TIER, DISK_TIER = 0, 1
 STALE_S = 60.0
-"""A part that is whole waits this long for the others of its chunk."""
+"""How long a complete part waits for the other parts of its chunk."""
 CHUNK = "SELECT used FROM chunks WHERE tier = ? AND key = ?"
 
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     tenant: str
     writer: str
     owner: str
-    """The process that writes it (`alive.py`)."""
+    """The process that writes it (`process_lock.py`)."""
     name: str
     """The name of its file."""
 
@@ -69,7 +69,7 @@ def now_s() -> float:
 def clock(catalog: sqlite3.Connection) -> int:
     """The next value of the clock of uses."""
     catalog.execute("UPDATE counters SET value = value + 1 WHERE name = 'clock'")
-    return one(catalog, "SELECT value FROM counters WHERE name = 'clock'")
+    return number_in(catalog, "SELECT value FROM counters WHERE name = 'clock'")
 
 
 def touch(catalog: sqlite3.Connection, keys: Iterable[bytes]) -> None:
@@ -91,11 +91,11 @@ def complete(catalog: sqlite3.Connection, part: Part) -> Entry | str:
         Otherwise "waiting", if other parts are still missing, or "" if the catalog no longer knows the part.
     """
     place = (part.tier, part.key)
-    told = catalog.execute(
+    updated = catalog.execute(
         "UPDATE files SET whole = 1, since = ?, writer = ? WHERE tier = ? AND name = ?",
         (now_s(), part.writer, part.tier, part.name),
     )
-    if not told.rowcount or catalog.execute(CHUNK, place).fetchone():
+    if not updated.rowcount or catalog.execute(CHUNK, place).fetchone():
         return ""
     # Rows without a writer are those of parts that were found when the catalog was rebuilt.
     rows = catalog.execute(
@@ -122,8 +122,8 @@ def complete(catalog: sqlite3.Connection, part: Part) -> Entry | str:
 
 def _used_elsewhere(catalog: sqlite3.Connection, part: Part) -> int:
     """When the same chunk was used in the other tier; 0 if it is not there."""
-    found = catalog.execute(CHUNK, (1 - part.tier, part.key))
-    return int((found.fetchone() or (0,))[0])
+    row = catalog.execute(CHUNK, (1 - part.tier, part.key))
+    return int((row.fetchone() or (0,))[0])
 
 
 def insert(
@@ -163,6 +163,6 @@ def removed(catalog: sqlite3.Connection, gone: Iterable[Part | Evicted]) -> None
                 )
 
 
-def one(catalog: sqlite3.Connection, query: str, *values: object) -> int:
+def number_in(catalog: sqlite3.Connection, query: str, *values: object) -> int:
     """The first number of the answer."""
     return int(catalog.execute(query, values).fetchone()[0])

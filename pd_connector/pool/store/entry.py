@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a folder says about a chunk: the text of a symbolic link under the chunk's key, which leads nowhere.
+"""A chunk's entry in a folder: the text of a symbolic link under the chunk's key. The link leads nowhere.
 
 A link is made, replaced and read in one system call each, so a look-up never waits and never sees half of an entry. The text
 is `1|bytes|part,part|parent|tenant|stamp:bytes,stamp:bytes`. A part lies in the file `KEY.PART.STAMP`.
@@ -53,8 +53,8 @@ class Entry(NamedTuple):
 def head_of(text: str) -> Head | None:
     """What a look-up needs of an entry; None if it is not an entry."""
     try:
-        form, told, parts, _ = text.split("|", 3)
-        nbytes = int(told)
+        form, size, parts, _ = text.split("|", 3)
+        nbytes = int(size)
     except ValueError:
         return None
     # Engines divide by it.
@@ -63,7 +63,7 @@ def head_of(text: str) -> Head | None:
 
 
 def entry_of(text: str) -> Entry | None:
-    """The whole entry; None if it is not an entry, to the letter: what is read here is written into the books."""
+    """The whole entry; None unless the text is exactly what `Entry.text` writes, because it goes into the catalog."""
     try:
         _, _, names, parent, tenant, files = text.split("|")
         stamps, sizes = zip(*(file.split(":") for file in files.split(",")), strict=True)
@@ -87,7 +87,7 @@ class FileName(NamedTuple):
     key: bytes
     part: str
     owner: str
-    """The process that made it (`alive.py`)."""
+    """The process that made it (`process_lock.py`)."""
 
 
 def file_of(name: str) -> FileName | None:

@@ -20,7 +20,7 @@ from pd_connector.pool.store.catalog_ops import (
     RefusedError,
     clock,
     now_s,
-    one,
+    number_in,
     write_leaving,
 )
 from pd_connector.pool.store.folder import charge_of
@@ -110,13 +110,13 @@ def _victim(
 
     Chunks that the disk has as well go before those that would be lost.
     """
-    tenants = one(catalog, "SELECT count(*) FROM usage WHERE tier = ?", tier)
+    tenants = number_in(catalog, "SELECT count(*) FROM usage WHERE tier = ?", tier)
     own = catalog.execute(_USAGE, (tier, tenant)).fetchone()
     if tenant is not None and own is None:
         tenants += 1
     quota = budget // max(1, tenants)
     exceeds = (own[0] if own else 0) + need > quota
-    copies = tier == MEMORY_TIER and one(catalog, "SELECT count(*) FROM tiers") > 1
+    copies = tier == MEMORY_TIER and number_in(catalog, "SELECT count(*) FROM tiers") > 1
     passed: set[bytes] = set()
     while True:
         oldest = catalog.execute(f"{_ENDS} ORDER BY used LIMIT {_LOOKED_AT}", (tier,)).fetchall()
@@ -125,7 +125,9 @@ def _victim(
             if key in pinned:
                 _use_now(catalog, tier, key)
             elif tenant is None or (
-                exceeds if whose == tenant else one(catalog, _USAGE, tier, whose) - nbytes >= quota
+                exceeds
+                if whose == tenant
+                else number_in(catalog, _USAGE, tier, whose) - nbytes >= quota
             ):
                 allowed.append((not copied if copies else False, key, text, nbytes))
         if allowed:
@@ -160,7 +162,7 @@ def _victim_of_largest(
 def next_uncopied(catalog: sqlite3.Connection) -> list[bytes]:
     """Chunks that the disk lacks, in the order in which the memory evicts them: from the end of the chain that was used
     longest ago upwards, then the next chain."""
-    found: dict[bytes, None] = {}
+    uncopied: dict[bytes, None] = {}
     ends = f"{_ENDS} ORDER BY used LIMIT {_CANDIDATES}"
     for key, *_ in catalog.execute(ends, (MEMORY_TIER,)).fetchall():
         for _ in range(_CLIMBED):
@@ -170,11 +172,11 @@ def next_uncopied(catalog: sqlite3.Connection) -> list[bytes]:
             if row is None:
                 break
             if not row[1]:
-                found[key] = None
+                uncopied[key] = None
                 break
             key = row[0]
     rest = "SELECT key FROM chunks WHERE tier = 0 AND copied = 0 ORDER BY used LIMIT ?"
-    keys = found or [key for (key,) in catalog.execute(rest, (_CANDIDATES,))]
+    keys = uncopied or [key for (key,) in catalog.execute(rest, (_CANDIDATES,))]
     return [bytes(memoryview(key)) for key in keys]
 
 
@@ -214,9 +216,9 @@ def _within_half(
     catalog: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
 ) -> Iterator[Kept]:
     """The first rows, as far as a tenant may pin them. Its pins of chunks before are no longer needed, else the prompts of
-    one conversation would count again with each turn. The sums are formed once: other processes wait for the books."""
-    half = one(catalog, "SELECT budget / 2 FROM tiers WHERE tier = 0")
-    held = one(catalog, "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named")
+    one conversation would count again with each turn. The sums are formed once, because other processes wait for the catalog."""
+    half = number_in(catalog, "SELECT budget / 2 FROM tiers WHERE tier = 0")
+    held = number_in(catalog, "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named")
     mine = {
         key: (nbytes, ends)
         for key, nbytes, ends in catalog.execute(

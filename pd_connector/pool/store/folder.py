@@ -26,11 +26,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _OTHERS = 0o077
 PAGE = 4096
 RESERVE_BYTES = 512 << 10
-"""Room of the file system that parts leave to the catalog: without room for them nothing could be evicted."""
+"""Room of the file system that parts leave to the catalog: without it nothing could be evicted."""
 
 
 def charge_of(nbytes: int) -> int:
-    """What a part costs of a budget: its blocks, and one more for its names and its row in the books."""
+    """What a part costs of a budget: its blocks, and one more for its names and its row in the catalog."""
     return -(-nbytes // PAGE) * PAGE + PAGE
 
 
@@ -39,7 +39,7 @@ def _setting(key: str) -> str:
 
 
 def unusable(path: Path, error: OSError, key: str) -> ConfigError:
-    """What is told of a folder in which files cannot be made."""
+    """The error for a folder in which files cannot be made."""
     return ConfigError(
         f"{path}: {error.strerror}: name a folder in which this user can make files ({_setting(key)})"
     )
@@ -72,14 +72,14 @@ def private_folder(path: Path, key: str) -> int:
         ) from None
     except OSError as error:
         raise unusable(path, error, key) from error
-    found = os.fstat(descriptor)
+    status = os.fstat(descriptor)
     problem = ""
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         problem = (
-            f"belongs to user {found.st_uid}, not to {os.geteuid()}: name a folder of this user"
+            f"belongs to user {status.st_uid}, not to {os.geteuid()}: name a folder of this user"
         )
-    elif found.st_mode & _OTHERS:
-        mode = stat.S_IMODE(found.st_mode)
+    elif status.st_mode & _OTHERS:
+        mode = stat.S_IMODE(status.st_mode)
         shared = mode & stat.S_ISVTX  # such as /tmp, which must stay open
         remedy = f"name a folder within it, such as {path}/kv, which the engine makes"
         remedy += "" if shared else f", or chmod 700 {path} if nobody else needs it"
@@ -136,7 +136,9 @@ class Folder:
         """Whether its path, and those of its folders, still lead to what is open here."""
         try:
             pairs = zip(self._paths(), self._opened(), strict=True)
-            return all(os.path.samestat(os.lstat(path), os.fstat(one)) for path, one in pairs)
+            return all(
+                os.path.samestat(os.lstat(path), os.fstat(descriptor)) for path, descriptor in pairs
+            )
         except OSError:
             return False
 
@@ -178,10 +180,10 @@ class Folder:
         """Whether every file of the chunk is there, as long as it must be, and this user's alone."""
         for name, size in zip(entry.files(key), entry.sizes, strict=True):
             try:
-                found = os.stat(name, dir_fd=self.data, follow_symlinks=False)
+                status = os.stat(name, dir_fd=self.data, follow_symlinks=False)
             except OSError:
                 return False
-            if found.st_size != size or _foreign(found):
+            if status.st_size != size or _foreign(status):
                 return False
         return True
 
@@ -191,7 +193,7 @@ class Folder:
         """A descriptor of a new file, for writing, with all its room reserved.
 
         Raises:
-            OSError: the file system has no room for it, or would have too little for the books. Nothing is left.
+            OSError: the file system has no room for it, or would have too little for the catalog. Nothing is left.
         """
         left = os.fstatvfs(self.root)
         # A tmpfs without a limit says that it has no blocks.
@@ -217,8 +219,8 @@ class Folder:
 
     def size(self, name: str) -> int:
         """Bytes of a file, whole or not; -1 if it is not there."""
-        found = self._exists(name, self.data) or self._exists(name, self.staged)
-        return found.st_size if found else -1
+        status = self._exists(name, self.data) or self._exists(name, self.staged)
+        return status.st_size if status else -1
 
     def _exists(self, name: str, folder: int) -> os.stat_result | None:
         with contextlib.suppress(OSError):
@@ -252,9 +254,9 @@ class Folder:
             descriptor = os.open(name, flags, dir_fd=self.data)
         except OSError as error:
             raise PoolError(Miss.DAMAGED, f"{self.path}/data/{name}: {error.strerror}") from None
-        found = os.fstat(descriptor)
-        problem = _foreign(found) or (
-            f"has {found.st_size} bytes, not {size}" if found.st_size != size else ""
+        status = os.fstat(descriptor)
+        problem = _foreign(status) or (
+            f"has {status.st_size} bytes, not {size}" if status.st_size != size else ""
         )
         if problem:
             os.close(descriptor)
@@ -270,20 +272,20 @@ class Folder:
                 yield from os.listdir(folder)
 
     def entered(self) -> list[bytes]:
-        """Keys of all entries, the oldest entry first as far as the machine's clock tells."""
+        """Keys of all entries, the oldest first by the machine's clock."""
         dated = []
-        with contextlib.suppress(OSError), os.scandir(self.index) as found:
-            for name in found:
+        with contextlib.suppress(OSError), os.scandir(self.index) as entries:
+            for name in entries:
                 with contextlib.suppress(OSError, ValueError):
                     made_ns = name.stat(follow_symlinks=False).st_mtime_ns
                     dated.append((made_ns, bytes.fromhex(name.name)))
         return [key for _, key in sorted(dated)]
 
 
-def _foreign(found: os.stat_result) -> str:
+def _foreign(status: os.stat_result) -> str:
     """Why a file cannot be the pool's; empty if it can."""
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "is not a plain file"
-    if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
+    if status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
         return "is not this user's alone"
     return ""

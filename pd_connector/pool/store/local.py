@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store in folders of this host: memory (a tmpfs), and below it, if set, a disk.
 
-All processes of one user that name the same folders share what is there, its budgets and its books. The folders say what is
-there (`folder.py`), the catalog plan (`catalog.py`, `ledger.py`, `eviction.py`), and a thread of each process copies between the
-tiers and removes what dead processes left (`keeper.py`).
+All processes of one user that name the same folders share their chunks, budgets and catalog. The folders say what is there
+(`folder.py`), the catalog plans (`catalog.py`, `catalog_ops.py`, `eviction.py`), and a thread of each process copies between the
+tiers and removes what dead processes left (`tier_maintenance.py`).
 """
 
 import contextlib
@@ -52,36 +52,36 @@ class LocalStore(Store):
     def __init__(self, memory: Space, disk: Space | None = None, *, visits: bool = False) -> None:
         self._tier_storage = TierStorage(memory, disk)
         self._folders, self._catalog = self._tier_storage.folders, self._tier_storage.catalog
-        self.keeper = TierMaintenance(self._tier_storage)
+        self.maintenance = TierMaintenance(self._tier_storage)
         if not visits:
-            self.keeper.start()
+            self.maintenance.start()
 
     # Looking up
 
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
-        found: list[Found | None] = []
+        chunks: list[Found | None] = []
         for key in keys:
             for folder in self._folders:
                 if (text := folder.text(key)) and (head := head_of(text)):
-                    found.append(Found(folder.name, head.parts, head.nbytes))
+                    chunks.append(Found(folder.name, head.parts, head.nbytes))
                     break
             else:
                 break
-        if found:
-            self._tier_storage.used.append(keys[: len(found)])
-        return found + [None] * (len(keys) - len(found))
+        if chunks:
+            self._tier_storage.used.append(keys[: len(chunks)])
+        return chunks + [None] * (len(keys) - len(chunks))
 
     def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
         kept: list[Kept] = []
         there, last = 0, ""
         for key in keys:
-            if not (found := self._whole(key)):
+            if not (chunk := self._whole(key)):
                 break
-            if found.tier != last:
+            if chunk.tier != last:
                 kept.append(Kept([], 0))
-            kept[-1] = Kept(kept[-1].keys, kept[-1].nbytes + found.nbytes)
+            kept[-1] = Kept(kept[-1].keys, kept[-1].nbytes + chunk.nbytes)
             kept[-1].keys.append(key)
-            there, last = there + 1, found.tier
+            there, last = there + 1, chunk.tier
         with contextlib.suppress(CatalogError), self._catalog.transaction() as catalog:
             whose, shared = (holder, tenants) if holder else (self._tier_storage.alive.name, 0)
             pin(catalog, kept, now_s() + for_s, whose, shared)
@@ -103,13 +103,13 @@ class LocalStore(Store):
             catalog.executemany("DELETE FROM pins WHERE key = ? AND holder = ?", rows)
 
     def was_stored(self, key: bytes) -> bool:
-        # Look-ups call this: it must not wait for the books.
+        # Look-ups call this: it must not wait for the catalog.
         with (
             contextlib.suppress(CatalogError),
             self._catalog.transaction(reading=True, wait_s=0.0) as catalog,
         ):
-            found = catalog.execute("SELECT 1 FROM journal WHERE key = ? AND tier = -1", (key,))
-            return found.fetchone() is not None
+            rows = catalog.execute("SELECT 1 FROM journal WHERE key = ? AND tier = -1", (key,))
+            return rows.fetchone() is not None
         return False
 
     # Saving
@@ -159,7 +159,7 @@ class LocalStore(Store):
 
     def _was_read(self, folder: Folder, key: bytes) -> None:
         if folder.name == DISK:
-            self.keeper.promote(key)
+            self.maintenance.promote(key)
 
     # Keeping
 
@@ -196,11 +196,11 @@ class LocalStore(Store):
         name = identity_of(self._folders[MEMORY_TIER])
         return hashlib.blake2b(name.encode(), digest_size=16, person=b"pd-pool-store").hexdigest()
 
-    def tell(self, about: bytes) -> None:
-        self._tier_storage.alive.tell(about)
+    def advertise(self, about: bytes) -> None:
+        self._tier_storage.alive.advertise(about)
 
-    def told(self) -> list[bytes]:
-        return self._tier_storage.alive.told()
+    def advertised(self) -> list[bytes]:
+        return self._tier_storage.alive.advertised()
 
     def take_failures(self) -> Mapping[tuple[str, str], int]:
         return self._tier_storage.troubles.take()
@@ -215,10 +215,10 @@ class LocalStore(Store):
             engines,
         )
 
-    def see_to_the_folders(self) -> None:
+    def restore_folders(self) -> None:
         """For stores that only visit: go on in folders that were created again. Raises ConfigError."""
-        self.keeper.see_to_the_folders()
+        self.maintenance.restore_folders()
 
     def close(self) -> None:
-        self.keeper.stop()
+        self.maintenance.stop()
         self._tier_storage.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes use a store: each holds a lock on a file of its own, which the kernel frees when it dies.
+"""Which processes use a store: each locks a file of its own. The kernel frees the lock when the process dies.
 
 Process ids would say nothing to a container with ids of its own. A process that was stopped still holds its lock.
 """
@@ -17,21 +17,21 @@ from pd_connector.pool.store.folder import Folder, private_folder, unusable
 _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
 _LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-TOLD_BYTES = 4096
-"""The most bytes that a process tells others."""
+ADVERTISED_BYTES = 4096
+"""Most bytes that a process advertises."""
 
 
 class ProcessLock:
     """This process's own lock, and a look at those of others.
 
     Attributes:
-        name: of this process, in names of files and in the books.
+        name: of this process, in names of files and in the catalog.
     """
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.path / "writers"
         self._folder = private_folder(self._path, "pool")
-        self.name, self._lock, self._told = "", -1, b""
+        self.name, self._lock, self._advertised = "", -1, b""
         try:
             while self._lock < 0:
                 self.name = f"{os.getpid():x}x{secrets.token_hex(4)}"
@@ -74,29 +74,29 @@ class ProcessLock:
         if (lock := self._taken(self.name)) >= 0:
             os.dup2(lock, self._lock, inheritable=False)
             os.close(lock)
-            self.tell(self._told)
+            self.advertise(self._advertised)
 
-    def tell(self, about: bytes) -> None:
-        """Let other processes read this about the process, while it lives. Always as long, so that no reader finds the end of
-        what was told before."""
-        self._told = about
-        if about and len(about) <= TOLD_BYTES and self._lock >= 0:
+    def advertise(self, about: bytes) -> None:
+        """Let other processes read this about the process, while it lives. The text is padded to a fixed length, so that no
+        reader finds the end of an earlier one."""
+        self._advertised = about
+        if about and len(about) <= ADVERTISED_BYTES and self._lock >= 0:
             with contextlib.suppress(OSError):  # the file system is full
-                os.pwrite(self._lock, about.ljust(TOLD_BYTES), 0)
+                os.pwrite(self._lock, about.ljust(ADVERTISED_BYTES), 0)
 
-    def told(self) -> list[bytes]:
-        """What living processes tell of themselves."""
-        found = []
+    def advertised(self) -> list[bytes]:
+        """What living processes advertise."""
+        published = []
         for name in self.names():
             with contextlib.suppress(OSError):
                 # Without waiting: the name could be a pipe's.
                 lock = os.open(name, _LOOK, dir_fd=self._folder)
                 try:
-                    if (about := os.read(lock, TOLD_BYTES).strip()) and self.is_alive(name):
-                        found.append(about)
+                    if (about := os.read(lock, ADVERTISED_BYTES).strip()) and self.is_alive(name):
+                        published.append(about)
                 finally:
                     os.close(lock)
-        return found
+        return published
 
     def names(self) -> list[str]:
         """All processes, alive or dead."""
@@ -121,7 +121,7 @@ class ProcessLock:
     @contextlib.contextmanager
     def dead(self) -> Iterator[list[str]]:
         """Processes that have ended. They are forgotten when the block ends without an exception."""
-        found: list[str] = []
+        ended: list[str] = []
         with contextlib.ExitStack() as held:
             for name in self.names():
                 if name == self.name:
@@ -130,22 +130,22 @@ class ProcessLock:
                     lock = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._folder)
                     held.callback(os.close, lock)
                     fcntl.flock(lock, _TAKE)
-                    found.append(name)
-            yield found
-            for name in found:
+                    ended.append(name)
+            yield ended
+            for name in ended:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self._folder)
 
-    def close(self, *, told: bool = True) -> None:
+    def close(self, *, settled: bool = True) -> None:
         """This process no longer uses the store.
 
         Args:
-            told: its end is in the books. Otherwise its name stays, and others remove what it has left, as of a dead process.
+            settled: the catalog has its end. Otherwise its name stays, and others remove what it has left, as for a dead process.
         """
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):
-            if told:
+            if settled:
                 os.unlink(self.name, dir_fd=self._folder)
         os.close(self._lock)
         os.close(self._folder)
@@ -165,14 +165,14 @@ class _Held(Protocol):
 _held: "weakref.WeakSet[_Held]" = weakref.WeakSet()
 
 
-def forgets_in_child(one: _Held) -> None:
+def forgets_in_child(holder: _Held) -> None:
     """Call this object's `forget_in_child` in each child of this process, as long as the object is used."""
-    _held.add(one)
+    _held.add(holder)
 
 
 def _forget_all() -> None:
-    for one in list(_held):
-        one.forget_in_child()
+    for holder in list(_held):
+        holder.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_all)

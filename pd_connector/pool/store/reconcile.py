@@ -19,8 +19,8 @@ _ENTRIES = "SELECT tier, key, entry FROM"
 
 
 def fill(catalog: sqlite3.Connection, store: TierStorage) -> None:
-    """Write all that the folders hold into empty books. These say that stock was never taken: what others publish into the
-    old catalog meanwhile, the next reconciliation finds."""
+    """Write all that the folders hold into an empty catalog. The catalog counts as never reconciled, so the next reconciliation
+    finds what others publish into the old one meanwhile."""
     for tier, (folder, space) in enumerate(zip(store.folders, store.spaces, strict=True)):
         catalog.execute(
             "INSERT INTO tiers (tier, path, budget, chosen) VALUES (?, ?, ?, ?)",
@@ -41,8 +41,8 @@ def fill(catalog: sqlite3.Connection, store: TierStorage) -> None:
             _write_or_discard(catalog, tier, folder, name, store)
 
 
-def state_before_reconcile(store: TierStorage) -> str:
-    """The counter that says when stock was taken last: in seconds since the machine's start, of stores with these tiers."""
+def last_reconcile_counter(store: TierStorage) -> str:
+    """Name of the counter with the time of the last reconciliation, in seconds since the machine's start, for stores with these tiers."""
     return f"stock_taken_s.{len(store.folders)}"
 
 
@@ -88,10 +88,10 @@ def _write_or_discard(
 
 
 def reconcile(store: TierStorage) -> None:
-    """Remove files that nothing knows, enter chunks whose entry is missing or another, write down those that the catalog lacks.
+    """Remove files that nothing names, repair missing or wrong entries of chunks, and add chunks that the catalog lacks.
 
     Raises:
-        CatalogError: the catalog could not be read or written; stock must be taken again.
+        CatalogError: the catalog could not be read or written; it must be reconciled again.
     """
     for tier, folder in enumerate(store.folders):
         # First the names: a row is written before its file is made, and goes after it.
@@ -103,27 +103,27 @@ def reconcile(store: TierStorage) -> None:
                 for table in ("chunks", "leaving")
             )  # fmt: skip
             files = catalog.execute("SELECT name FROM files WHERE tier = ?", (tier,)).fetchall()
-        known = {name for (name,) in files}
-        for one in [*rows, *left]:
-            if entry := one.entry:
-                known.update(entry.files(one.key))
-        told = {one.key: one.text for one in rows}
-        for key, text in told.items():
+        named = {name for (name,) in files}
+        for chunk in [*rows, *left]:
+            if entry := chunk.entry:
+                named.update(entry.files(chunk.key))
+        recorded = {chunk.key: chunk.text for chunk in rows}
+        for key, text in recorded.items():
             if folder.text(key) != text:
                 with contextlib.suppress(OSError):  # no room, or a folder in its place
                     store.mend(tier, key)
                 if entry := folder.entry(key):
-                    known.update(entry.files(key))
+                    named.update(entry.files(key))
         for key in keys:
-            if key not in told and (tier, key, folder.text(key)) not in left:
+            if key not in recorded and (tier, key, folder.text(key)) not in left:
                 store.adopt(tier, key)
                 if entry := folder.entry(key):
-                    known.update(entry.files(key))
+                    named.update(entry.files(key))
         for name in names:
             file = file_of(name)
             if (
                 file
-                and name not in known
+                and name not in named
                 and not (file.part == LINK and store.alive.is_alive(file.owner))
             ):
                 folder.discard(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the catalog tells about a store: its journal and its status."""
+"""A store's journal and status, from the catalog."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def status_of(
     """What is held: by the catalog, or without the tenants by the folders alone, if the catalog cannot be read."""
     try:
         with catalog.transaction(reading=True, wait_s=_WAIT_S) as connection:
-            return _told(connection, engines, catalog.problem, unwritable(folders[0]))
+            return _status_in(connection, engines, catalog.problem, unwritable(folders[0]))
     except CatalogError as error:
         tiers = []
         for folder, budget in zip(folders, budgets, strict=True):
@@ -76,7 +76,7 @@ def status_of(
         return StoreStatus(tiers, 0, 0, engines, str(error), unwritable(folders[0]))
 
 
-def _told(
+def _status_in(
     catalog: sqlite3.Connection, engines: int, problem: str, refusing: list[Unwritable]
 ) -> StoreStatus:
     tiers = [

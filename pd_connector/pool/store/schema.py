@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the books.
+"""The tables of the catalog.
 
-The catalog plans: who may write what, what is evicted next, what has changed. What is there, the folders say; so a look-up never
-opens the catalog, and lost catalog is rebuilt. Triggers keep the sums, so no code can forget one.
+The catalog plans who may write what, what is evicted next, and what has changed. The folders say what is there, so a look-up
+never opens the catalog, and a lost catalog is rebuilt from them. Triggers keep the sums, so no code can forget one.
 """
 
 APPLICATION_ID = 0x70644B56

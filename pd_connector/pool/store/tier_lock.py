@@ -2,7 +2,7 @@
 """Which memory folder and which disk folder are one pool: each names the other in a file that the processes of the pool lock.
 
 Containers with a /dev/shm of their own have a catalog of their own, which would not know of each other's chunks on a disk. Engines
-with one /dev/shm have the same catalog, which know one disk only.
+with one /dev/shm have the same catalog, which knows one disk only.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ _MOST_NAME = 8192
 
 
 def identity_of(folder: Folder) -> str:
-    """What tells this folder from those of other hosts, and of containers that have a folder of the same path."""
-    found = os.fstat(folder.root)
+    """An id of this folder. Folders of the same path on other hosts, or in containers, have another one."""
+    status = os.fstat(folder.root)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {found.st_dev} {found.st_ino}"
+    return f"{boot} {status.st_dev} {status.st_ino}"
 
 
 class _TakenError(Exception):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread of a store: copies chunks between the tiers, and removes what ended processes have left.
+"""The maintenance thread of a store: copies chunks between the tiers, and removes what ended processes have left.
 
 Every process has one, and none leads the others: each step is a reservation in the catalog, or removes garbage,
 which any process may do.
@@ -27,7 +27,7 @@ from pd_connector.pool.store.catalog_ops import (
     write_leaving,
 )
 from pd_connector.pool.store.eviction import make_room, next_uncopied
-from pd_connector.pool.store.reconcile import fill, reconcile, state_before_reconcile, sums_differ
+from pd_connector.pool.store.reconcile import fill, last_reconcile_counter, reconcile, sums_differ
 from pd_connector.pool.store.reports import trim
 
 if TYPE_CHECKING:
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 _TURN_S = 0.25
 _SWEEP_S = 2.0
-_STOCKTAKING_S = 600.0
-"""All processes of a host take stock once in this time together."""
-_TAKES_STOCK_S = 5.0
+_RECONCILE_EVERY_S = 600.0
+"""Time between two reconciliations of the catalog with the folders, by any process of the host."""
+_RECONCILE_LIMIT_S = 5.0
 _LEFT_BEHIND_S = 5.0
 """Files of evicted chunks that are still to be removed after this time are removed by any process."""
 _UNCOPIED_SHARE = 7 / 8
 """Above this share of the memory's budget, chunks that the disk lacks are copied to it, so that room is always made at once."""
 _COPIED_IN_A_TURN = 64
 _FEW_CHUNKS = 1000
-"""Catalog for this number are made in a tenth of a second."""
+"""A catalog for this number of chunks is made in a tenth of a second."""
 _MOST_PROMOTED = 256
 """Chunks that wait for being copied to memory. If there are more, the oldest are forgotten."""
 
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class TierMaintenance:
-    """SlowProbes after a store until it is stopped."""
+    """Maintains a store in a thread of its own, until `stop`."""
 
     def __init__(self, store: TierStorage) -> None:
         self._store = store
@@ -60,7 +60,7 @@ class TierMaintenance:
         self._wake = store.wake
         self._ends = False
         self._seen_to_s = self._swept_s = 0.0
-        self._told = False
+        self._budgets_written = False
         self._complained = ""
         self._thread = threading.Thread(target=self._run, name="pd-pool-keeper", daemon=True)
 
@@ -69,7 +69,7 @@ class TierMaintenance:
         chunks = sum(sum(1 for _ in folder.names(folder.index)) for folder in self._store.folders)
         if not self._store.catalog.damaged or chunks <= _FEW_CHUNKS:
             with contextlib.suppress(CatalogError, OSError):
-                self._see_to_the_books()
+                self._restore_catalog()
         self._wake.set()
         self._thread.start()
 
@@ -106,18 +106,18 @@ class TierMaintenance:
         """All that is to be done now."""
         if self._store.catalog.damaged or now_s() - self._seen_to_s > _TURN_S:
             self._seen_to_s = now_s()
-            self._see_to_the_books()
+            self._restore_catalog()
             self._store.flush()
         if now_s() - self._swept_s > _SWEEP_S:
             self._swept_s = now_s()
             self.sweep()
             self._meet_budgets()
-            self._take_stock()
+            self._reconcile()
         if len(self._store.folders) > 1:
             self._copy_down()
             self._copy_up()
 
-    def see_to_the_folders(self) -> None:
+    def restore_folders(self) -> None:
         """Create folders again that were removed, and this process's lock. Raises ConfigError."""
         store = self._store
         for folder in store.folders:
@@ -131,23 +131,23 @@ class TierMaintenance:
         if not store.alive.is_seen:
             store.alive.renew()
 
-    def _see_to_the_books(self) -> None:
-        self.see_to_the_folders()
+    def _restore_catalog(self) -> None:
+        self.restore_folders()
         if self._store.catalog.damaged:
-            self.rebuild_books(self._store.catalog.damaged)
-        if not self._told:
-            self._tell_budgets()
-            self._told = True
+            self.rebuild_catalog(self._store.catalog.damaged)
+        if not self._budgets_written:
+            self._write_budgets()
+            self._budgets_written = True
 
-    def rebuild_books(self, why: str) -> None:
+    def rebuild_catalog(self, why: str) -> None:
         """Replace the catalog by what the folders say."""
-        if self._store.catalog.make_anew(lambda catalog: fill(catalog, self._store)):
+        if self._store.catalog.rebuild(lambda catalog: fill(catalog, self._store)):
             log.info("pool: catalog rebuilt from the folders, because %s", why)
-            self._told = False
-            self._take_stock()
+            self._budgets_written = False
+            self._reconcile()
 
-    def _tell_budgets(self) -> None:
-        """The budgets that this process was given. A default gives way to what another process was told to take."""
+    def _write_budgets(self) -> None:
+        """Write this process's budgets. A default gives way to a budget that another process was configured with."""
         store = self._store
         alone = not any(
             store.alive.is_alive(name) for name in store.alive.names() if name != store.alive.name
@@ -219,16 +219,16 @@ class TierMaintenance:
         if tier < len(self._store.folders):
             self._store.folders[tier].discard(name)
 
-    def _take_stock(self) -> None:
+    def _reconcile(self) -> None:
         """Compare the catalog with the folders, if no process of the host has done so lately. The process that begins has
-        `_TAKES_STOCK_S` for it. If it fails or ends, another one begins."""
+        `_RECONCILE_LIMIT_S` for it. If it fails or ends, another process begins."""
         store = self._store
-        name, write = state_before_reconcile(store), "INSERT OR REPLACE INTO counters VALUES (?, ?)"
+        name, write = last_reconcile_counter(store), "INSERT OR REPLACE INTO counters VALUES (?, ?)"
         with store.catalog.transaction() as catalog:
             row = catalog.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
-            if row and 0 <= now_s() - row[0] < _STOCKTAKING_S:
+            if row and 0 <= now_s() - row[0] < _RECONCILE_EVERY_S:
                 return
-            catalog.execute(write, (name, int(now_s() - _STOCKTAKING_S + _TAKES_STOCK_S)))
+            catalog.execute(write, (name, int(now_s() - _RECONCILE_EVERY_S + _RECONCILE_LIMIT_S)))
             generation = store.catalog.name
         reconcile(store)
         with store.catalog.transaction(wait_s=_TURN_S) as catalog:
@@ -236,7 +236,7 @@ class TierMaintenance:
                 catalog.execute(write, (name, int(now_s())))
         with store.catalog.transaction(reading=True) as catalog:
             if sums_differ(catalog):
-                store.catalog.damaged = "their sums are wrong"
+                store.catalog.damaged = "its sums are wrong"
 
     def _meet_budgets(self) -> None:
         """Evict what a smaller budget has no room for."""

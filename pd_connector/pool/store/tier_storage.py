@@ -37,12 +37,12 @@ from pd_connector.pool.store.tier_lock import TierLocks
 from pd_connector.pool.store.troubles import Troubles
 
 _PUBLISHES_S = 0.5
-"""How long a part that is whole waits for the books."""
+"""How long a complete part waits for the catalog."""
 _ROOM_HELPS = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a file system that go away when older chunks are removed."""
 _TOUCHED_AT_ONCE = 256
 """Chunks whose use is written down in one transaction, which takes 4 us for each."""
-_MOST_UNTOLD = 4096
+_MOST_UNWRITTEN = 4096
 """Look-ups whose use is still to be written down. If there are more, the oldest are forgotten."""
 
 
@@ -62,7 +62,7 @@ class TierStorage:
     Attributes:
         spaces: the tiers, the fastest first.
         folders: of the tiers.
-        troubles: told of tiers that cannot be written.
+        troubles: records tiers that cannot be written.
         used: keys of look-ups whose use is still to be written down.
         wake: set when there may be something to copy to another tier.
 
@@ -85,7 +85,7 @@ class TierStorage:
             undo.callback(self.alive.close)
             self.catalog = Catalog(self.folders[0])
             undo.callback(self.catalog.close)
-            self.used: deque[Sequence[bytes]] = deque(maxlen=_MOST_UNTOLD)
+            self.used: deque[Sequence[bytes]] = deque(maxlen=_MOST_UNWRITTEN)
             self._owed: deque[Part | Evicted] = deque()
             self._flushing = threading.Lock()
             self.wake = threading.Event()
@@ -102,13 +102,13 @@ class TierStorage:
     def close(self) -> None:
         """End this process's pins and parts. If the catalog cannot be written, others find the process dead, and end them."""
         self.flush()
-        told = not self._owed
+        settled = not self._owed
         try:
             with self.catalog.transaction() as catalog:
                 catalog.execute("DELETE FROM pins WHERE holder = ?", (self.alive.name,))
         except CatalogError:
-            told = False
-        self.alive.close(told=told)
+            settled = False
+        self.alive.close(settled=settled)
         self._closing.close()
 
     def begin_in(
@@ -192,21 +192,21 @@ class TierStorage:
             row = catalog.execute(
                 "SELECT tier, key, entry FROM chunks WHERE tier = ? AND key = ?", (tier, key)
             ).fetchone()
-            told = Evicted.of(*row) if row else None
-        if told is None:
+            recorded = Evicted.of(*row) if row else None
+        if recorded is None:
             return False
-        folder, text = self.folders[tier], told.text
-        if (found := folder.text(key)) == text:
+        folder, text = self.folders[tier], recorded.text
+        if (current := folder.text(key)) == text:
             return True
-        if (entry := told.entry) and folder.is_whole(key, entry):
+        if (entry := recorded.entry) and folder.is_whole(key, entry):
             folder.enter(key, entry, self.stamp())
             return True
-        if (entry := entry_of(found)) and folder.is_whole(key, entry):  # the row is wrong
+        if (entry := entry_of(current)) and folder.is_whole(key, entry):  # the row is wrong
             with self.catalog.transaction() as catalog:
-                removed(catalog, [told])
+                removed(catalog, [recorded])
                 insert_if_missing(catalog, tier, key, entry)
             return True
-        for each in filter(None, (text, found)):
+        for each in filter(None, (text, current)):
             self.forget(folder, key, each)
         return False
 
@@ -218,9 +218,7 @@ class TierStorage:
                 entry, name = complete(catalog, part), self.catalog.name
             if isinstance(entry, Entry):
                 folder.enter(part.key, entry, self.stamp())
-                if (
-                    self.catalog.name != name
-                ):  # others were made before they could tell of this chunk
+                if self.catalog.name != name:  # a new one was made that lacks this chunk
                     self._adopt_or_forget(part.tier, part.key)
                 if len(self.folders) > 1:
                     self.wake.set()
@@ -246,7 +244,7 @@ class TierStorage:
         self.flush()
 
     def forget(self, folder: Folder, key: bytes, text: str) -> None:
-        """Remove a chunk from a folder, then from the books."""
+        """Remove a chunk from a folder, then from the catalog."""
         gone = Evicted(self.folders.index(folder), key, text)
         if gone.entry is None:
             folder.leave(key, text)
@@ -270,7 +268,7 @@ class TierStorage:
         """Remove the files of chunks that the catalog no longer has."""
         for gone in evicted:
             if gone.tier < len(self.folders):
-                if gone.entry is not None:  # else stocktaking finds its files
+                if gone.entry is not None:  # else `reconcile` finds its files
                     self.folders[gone.tier].erase(gone.key, gone.entry)
                 self._owed.append(gone)
 
@@ -288,7 +286,7 @@ class TierStorage:
             for _ in owed:
                 self._owed.popleft()
         except CatalogError:
-            room = _MOST_UNTOLD - len(self.used)  # else the youngest would be forgotten
+            room = _MOST_UNWRITTEN - len(self.used)  # else the youngest would be forgotten
             self.used.extendleft(used[: -room - 1 : -1])
         finally:
             self._flushing.release()

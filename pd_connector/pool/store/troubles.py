@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers whose file system takes no chunk: what is logged, counted, and told to `pd-connector pool status`.
+"""Tiers that cannot be written: what is logged, counted, and shown by `pd-connector pool status`.
 
 A tier that cannot be written costs no answer. Without a word about it, its chunks would be missed for no visible reason.
 """
@@ -106,7 +106,7 @@ class Troubles:
 
 
 def unwritable(memory: Folder) -> list[Unwritable]:
-    """What the processes of this host have told about tiers that they could not write to."""
+    """What the processes of this host have recorded about tiers that they could not write to."""
     tiers = []
     for name in memory.names(memory.root):
         if not name.startswith(_FILE):

@@ -110,7 +110,8 @@ class Consumer:
         """The codec of this producer's KV, in a transfer that is coded or not."""
         session = self._sessions.get(source)
         routes = session.routes if session and coded else ()
-        return "+".join(sorted({route.codec for route in routes})) or RAW.name
+        kv = {route.codec for route in routes if route.section is None}
+        return "+".join(sorted(kv)) or RAW.name
 
     def codec_choice(self, source: Source) -> CodecChoice | None:
         """The choice between coded and plain transfers of this producer; None if there is none."""

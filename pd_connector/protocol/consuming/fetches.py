@@ -9,7 +9,14 @@ from pd_connector.kv.geometry import Geometry
 from pd_connector.plan.coverage import uncovered
 from pd_connector.protocol.consuming.audit import AuditBook
 from pd_connector.protocol.consuming.grants import Grants
-from pd_connector.protocol.consuming.incoming import Action, Dial, ProducerSession, Stalled, Tell
+from pd_connector.protocol.consuming.incoming import (
+    Action,
+    Dial,
+    PlaceStates,
+    ProducerSession,
+    Stalled,
+    Tell,
+)
 from pd_connector.protocol.consuming.incoming_transfer import IncomingTransfer
 from pd_connector.protocol.consuming.incoming_transfers import IncomingTransfers
 from pd_connector.protocol.consuming.peer_backoff import PeerBackoff
@@ -154,6 +161,8 @@ class Fetches:
         if self._needs_final_token and incoming.final_token is None:
             detail = "the producer sent KV alone, and this engine needs its final token, too"
             return self.finish(incoming, Cause.WORDS, detail, now)
+        if incoming.load is not None and incoming.load.state_token:
+            return [PlaceStates(incoming.transfer, incoming.request)]
         return self.finish(incoming, None, "", now)
 
     def look_after(self, incoming: IncomingTransfer, now: float) -> list[Action]:

@@ -44,7 +44,7 @@ class Load(NamedTuple):
 
     def pages_of(self, route: Route, planned: Chunk) -> Sequence[int]:
         """Ids of the local pages that hold the chunk's tokens. Fewer if the load has fewer."""
-        span = planned.pages(route.destination.page_size)
+        span = planned.destination_pages(route)
         return self.pages[route.destination.table][span.start : span.stop]
 
 
@@ -99,15 +99,30 @@ class IncomingChunk(NamedTuple):
         Args:
             expected: the header by the plan.
         """
+        if self.route.section is not None and self.header.stop_token != expected.stop_token:
+            where = (
+                f"after {self.header.stop_token} tokens landed, wanted after {expected.stop_token}"
+            )
+            return Cause.CHUNK_MISMATCH, f"a state {where}"
         nbytes = self.header.nbytes if self.payload is None else self.payload.nbytes
         if self.header != expected or nbytes != expected.nbytes:
             return Cause.CHUNK_MISMATCH, f"landed {self.header}, wanted {expected}, {nbytes} bytes"
-        count = len(self.planned.pages(self.route.destination.page_size))
+        count = len(self.planned.destination_pages(self.route))
         gone = self.comparison is None and min(self.pages, default=-1) < 0
+        if (len(self.pages) != count or gone) and self.route.section is not None:
+            return Cause.WINDOW, f"pages {list(self.pages)} for a state here, wanted one"
         if len(self.pages) != count or gone:
             tokens = f"{self.planned.first_token}-{self.planned.stop_token}"
             return Cause.WINDOW, f"no page for tokens {tokens} here"
         return None
+
+
+class PlaceStates(NamedTuple):
+    """Everything else of this load is verified and in place: write its states, which were kept apart, into their pages,
+    then call `Landings.states_placed`."""
+
+    transfer: str
+    request: str
 
 
 class Held(NamedTuple):
@@ -141,7 +156,7 @@ class Stalled(NamedTuple):
     source: Source
 
 
-Action = Dial | Tell | IncomingChunk | Held | Finished | Stalled
+Action = Dial | Tell | IncomingChunk | PlaceStates | Held | Finished | Stalled
 
 
 @dataclass(slots=True)

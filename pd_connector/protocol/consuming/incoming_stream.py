@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pd_connector.errors import Cause
 from pd_connector.plan.chunks import Chunk, chunk_limit, plan
 from pd_connector.plan.route import Route
@@ -63,6 +65,10 @@ class IncomingStream:
         """Plan chunks that fit the slots of both sides. Returns why that is not possible, as (cause, detail), or None."""
         self.coded, self.waits = coded, load.wait
         self.routes = session.routes if self.coded else session.plain
+        states = next((route for route in self.routes if route.section is not None), None)
+        if states is not None and not (load.state_token or load.compares):
+            detail = f"layers {states.layers[0]}-{states.layers[-1]} keep states, and the request says not after which token"
+            return Cause.GEOMETRY, detail
         self.chunk_bytes = chunk_limit(
             self.routes,
             load.stop_token - load.first_token,
@@ -78,6 +84,7 @@ class IncomingStream:
                 load.stop_token,
                 self.chunk_bytes,
                 streamed=load.wait,
+                state_token=load.state_token,
             )
         except ValueError as error:
             return Cause.GEOMETRY, str(error)
@@ -100,6 +107,7 @@ class IncomingStream:
             direct=session.direct,
             provisional=True,
             coded=self.coded,
+            state_token=load.state_token or msgspec.UNSET,
         )
 
     def landed(self, nbytes: int, now: float) -> None:

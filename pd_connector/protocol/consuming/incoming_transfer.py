@@ -120,7 +120,7 @@ def streams(
         shards: what all ranks of this engine hold.
         waits_for_final_token: see `IncomingStream`.
     """
-    heads = frozenset(group.heads for group in geometry.groups)
+    heads = frozenset[int]().union(*(group.shares for group in geometry.groups))
     return {
         peer.source: IncomingStream(
             sum(meet(peer.shard, shard, heads) for shard in shards), waits_for_final_token

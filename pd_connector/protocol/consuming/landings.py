@@ -149,6 +149,15 @@ class Landings:
             stream.deadline = now + self._config.stall_timeout_s
         return self._fetches.go_on(incoming, source, now)
 
+    def states_placed(
+        self, transfer: str, request: str, problem: Cause | None, detail: str, now: float
+    ) -> list[Action]:
+        """The states of a load are in their pages (`PlaceStates`), or could not be written (`problem`): it has ended."""
+        incoming = self._transfers.get(transfer)
+        if incoming is None or incoming.request != request or not incoming.received:
+            return []
+        return self._fetches.finish(incoming, problem, detail, now)
+
     def _writer(self, incoming: IncomingTransfer, header: ChunkHeader, slot: int) -> Source | None:
         """The producer with the header's epoch that was granted this slot for this transfer. One producer can have several
         addresses, each with a session."""

@@ -51,7 +51,17 @@ class Offer(NamedTuple):
         if not least <= message.chunk_bytes <= slot_bytes:
             fits = f"{least} to {slot_bytes} (a slot)"
             return Cause.GEOMETRY, f"chunks of {message.chunk_bytes} bytes: here {fits}"
-        return None
+        return self.state_problem(message, routes)
+
+    def state_problem(
+        self, message: messages.Open, routes: Sequence[Route]
+    ) -> tuple[Cause, str] | None:
+        """Why its states do not stand where a consumer wants them, as (cause, detail); or None."""
+        wanted = message.state_token or 0
+        if not wanted or wanted == self.state_token or all(r.section is None for r in routes):
+            return None
+        here = f"stand after {self.state_token} tokens" if self.state_token else "are not kept"
+        return Cause.TOKENS, f"states {here}, wanted after {wanted}"
 
 
 class Step(NamedTuple):
@@ -116,7 +126,7 @@ class OutgoingChunk:
     @property
     def kept(self) -> bool:
         """Whether the engine still has all of these pages."""
-        count = len(self.planned.pages(self.route.source.page_size))
+        count = len(self.planned.source_pages(self.route))
         return len(self.pages) == count and min(self.pages) >= 0
 
     def header(self, epoch: int, passed: str) -> ChunkHeader:

@@ -22,10 +22,15 @@ class LayerQueue:
 
     last_layer: int  # by its number in the model
     chunks: deque[Chunk] = field(default_factory=deque)
+    of_state: bool = False  # there is no state before the prefill has ended
 
     def computed_in(self, step: Step) -> bool:
         """Whether a step that is still under way has computed the first chunk."""
-        return self.chunks[0].stop_token <= step.tokens and self.last_layer < step.stop_layer
+        return (
+            self.chunks[0].stop_token <= step.tokens
+            and self.last_layer < step.stop_layer
+            and not self.of_state
+        )
 
 
 @dataclass(slots=True)
@@ -59,13 +64,17 @@ class OutgoingStream:
                 opening.stop_token,
                 opening.chunk_bytes,
                 streamed=opening.wait,
+                state_token=opening.state_token or 0,
             )
         except ValueError as error:
             return Cause.GEOMETRY, str(error)
         for chunk in chunks:
             layers = _layers(chunk)
             if layers not in self.queues:
-                self.queues[layers] = LayerQueue(chunk.layers(self.routes[chunk.route])[-1])
+                route = self.routes[chunk.route]
+                self.queues[layers] = LayerQueue(
+                    chunk.layers(route)[-1], of_state=route.section is not None
+                )
             self.queues[layers].chunks.append(chunk)
         self.planned = self.unsent = len(chunks)
         while len(self.credits) > self.planned:
@@ -91,7 +100,11 @@ class OutgoingStream:
         for queue in self.queues.values():
             if not queue.chunks or (first := queue.chunks[0]).sequence >= least:
                 continue
-            if first.stop_token <= offer.tokens or (step is not None and queue.computed_in(step)):
+            if queue.of_state:
+                computed = offer.final
+            else:
+                computed = first.stop_token <= offer.tokens
+            if computed or (step is not None and queue.computed_in(step)):
                 best, least = queue, first.sequence
         if best is None:
             return None

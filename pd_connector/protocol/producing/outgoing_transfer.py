@@ -112,7 +112,7 @@ class OutgoingTransfer:
             return None
         self.moved = True
         route = stream.routes[planned.route]
-        span = planned.pages(route.source.page_size)
+        span = planned.source_pages(route)
         return OutgoingChunk(
             transfer=self.transfer,
             request=offer.request,

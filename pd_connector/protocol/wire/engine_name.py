@@ -18,17 +18,27 @@ MARK = "@pd1."
 _Rank = tuple[str, int, int, int, int]
 
 
+class Context(NamedTuple):
+    """The context parallelism of an engine; the fields are those of `params.TransferParams`."""
+
+    cp_size: int = 1
+    pcp_size: int = 1
+    remote_pcp_ranks: tuple[int, ...] = ()
+
+
 class NamedEngine(NamedTuple):
     """The content of an engine's name.
 
     Attributes:
         ranks: (host, port, first layer, stop layer, tensor-parallel rank) of each rank, as in `remote_ranks`.
         seal: as in `remote_seal`.
+        context: its context parallelism.
     """
 
     engine_id: str
     ranks: tuple[_Rank, ...] = ()
     seal: str = ""
+    context: Context = Context()
 
 
 class _Body(msgspec.Struct, array_like=True):
@@ -37,11 +47,19 @@ class _Body(msgspec.Struct, array_like=True):
     seal: bytes
 
 
+class _BodyWithContext(_Body, array_like=True):
+    """Written for engines with context parallelism only: the names of others stay as they were."""
+
+    context: tuple[int, int, tuple[int, ...]] = Context()
+
+
 def write(engine: NamedEngine) -> str:
     """The engine's name with its address."""
     hosts = list(dict.fromkeys(rank[0] for rank in engine.ranks))
     ranks = [(hosts.index(host), *rest) for host, *rest in engine.ranks]
-    body = _Body(hosts, ranks, bytes.fromhex(engine.seal))  # type: ignore[arg-type]
+    fields = hosts, ranks, bytes.fromhex(engine.seal)
+    plain = engine.context == Context()
+    body = _Body(*fields) if plain else _BodyWithContext(*fields, engine.context)  # type: ignore[arg-type]
     text = base64.urlsafe_b64encode(msgspec.msgpack.encode(body)).decode().rstrip("=")
     return f"{engine.engine_id}{MARK}{text}"
 
@@ -57,8 +75,9 @@ def read(name: str) -> NamedEngine:
         return NamedEngine(name)
     try:
         packed = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-        body = msgspec.msgpack.decode(packed, type=_Body)
+        body = msgspec.msgpack.decode(packed, type=_BodyWithContext)
         ranks = tuple((body.hosts[host], *rest) for host, *rest in body.ranks if host >= 0)
     except (binascii.Error, msgspec.MsgspecError, UnicodeError, IndexError, ValueError) as error:
         raise ValueError(f"remote_engine_id: its address cannot be read ({error})") from None
-    return NamedEngine(engine_id, ranks, body.seal.hex())  # type: ignore[arg-type]
+    context = Context(*body.context)
+    return NamedEngine(engine_id, ranks, body.seal.hex(), context)  # type: ignore[arg-type]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages between a consumer and a producer.
 
-Schema history. A peer whose schema is one back is accepted, once there is a schema after the first:
+Schema history. A peer whose schema is one back is accepted:
     1  the first that was released, and so the first that is kept
+    2  states by section, context parallelism, several tokens an entry (`Geometry.needs_schema`). All that schema 1
+       can say has the same bytes and the same plan
 
 Within a schema a struct can gain fields at its end, with defaults. Any other change is a new schema. The schema also covers
 what both sides compute separately and must compute alike: the routes of a pair, its plan, and the bytes of a payload.
@@ -15,12 +17,12 @@ from typing import Annotated
 import msgspec
 
 from pd_connector.config_rules import MAX_SLOTS
-from pd_connector.kv.geometry import Geometry, Shard
+from pd_connector.kv.geometry import Geometry, Group, Positive, Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.wire.fields import Count, Fingerprint, Name, Text, decode
 from pd_connector.protocol.wire.final_token import FinalToken
 
-SCHEMA = 1
+SCHEMA = 2
 OLDEST_SCHEMA = 1
 MAX_PIECES = 1 << 14
 """Most pieces of a chunk that is read from pages."""
@@ -41,7 +43,8 @@ class Hello(Message, frozen=True):
     """Consumer, first message of a session: its identity, and what it can receive.
 
     `codecs` are those that it permits. `readable` are the transports over which it can read. `needs` is what must come with
-    the end of each transfer (`final_token`).
+    the end of each transfer (`final_token`). `extended` is the geometry if it needs schema 2. `geometry` then only
+    serves a peer of schema 1, which must be able to read it.
     """
 
     newest: Count
@@ -54,6 +57,12 @@ class Hello(Message, frozen=True):
     transports: Annotated[dict[Name, bytes], msgspec.Meta(max_length=16)]
     readable: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
     needs: Annotated[list[Name], msgspec.Meta(max_length=16)] = []
+    extended: Geometry | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def cache(self) -> Geometry:
+        """The geometry of the consumer's rank."""
+        return self.geometry if self.extended is msgspec.UNSET else self.extended
 
 
 class Welcome(Message, frozen=True):
@@ -112,7 +121,8 @@ class Open(Message, frozen=True):
     `readers` ranks of the consumer open the transfer at this rank, which keeps the pages until all have ended.
     `bytes_per_s` is the measured rate of the link; 0: not measured. With `direct` the consumer can read the producer's
     pages. With `provisional` it can wait as `Accept.provisional` asks. If it is not `coded`, all chunks come in `raw`; the
-    producer must have said that it can do this (`Welcome.plain`).
+    producer must have said that it can do this (`Welcome.plain`). With `state_token` states are sent as they stand after that
+    number of tokens; without it none are.
     """
 
     transfer: Name
@@ -127,6 +137,7 @@ class Open(Message, frozen=True):
     direct: bool = False
     provisional: bool = False
     coded: bool = True
+    state_token: Positive | msgspec.UnsetType = msgspec.UNSET
 
 
 class Accept(Message, frozen=True):
@@ -287,7 +298,20 @@ def decode_producer_message(data: bytes) -> ProducerMessage:
     return decode(_from_producer, data)
 
 
-def common_schema(newest: int, oldest: int) -> int | None:
-    """The newest schema that this side and a peer with schemas `oldest` to `newest` both speak; None if there is none."""
+UNTOLD = Geometry(Shard(0, 1, 0, 1), (Group("latent", (0,), 1, 1, 0, 1, 0, "extended", "", False),))
+"""What `Hello.geometry` is if schema 1 cannot say the true one."""
+
+
+def oldest_schema(geometry: Geometry) -> int:
+    """The oldest schema that a rank with this geometry can speak."""
+    return max(OLDEST_SCHEMA, geometry.needs_schema)
+
+
+def common_schema(newest: int, oldest: int, own_oldest: int | None = None) -> int | None:
+    """The newest schema that this side and a peer with schemas `oldest` to `newest` both speak; None if there is none.
+
+    Args:
+        own_oldest: from `oldest_schema`; None: `OLDEST_SCHEMA`.
+    """
     version = min(newest, SCHEMA)
-    return version if version >= max(oldest, OLDEST_SCHEMA) else None
+    return version if version >= max(oldest, own_oldest or OLDEST_SCHEMA) else None

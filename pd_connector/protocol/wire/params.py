@@ -52,6 +52,12 @@ class TransferParams(msgspec.Struct, frozen=True):
     `remote_host` and `remote_port` name the only rank."""
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     """Tensor-parallel size of the producer."""
+    cp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    """Ranks of the producer that share the tokens of a sequence."""
+    pcp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    """Ranks of the producer with the same tensor-parallel rank, in one stage."""
+    remote_pcp_ranks: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+    """For each of `remote_ranks`, its place among the `pcp_size` ranks; empty: 0."""
     remote_block_ids: Any = None
     """Null if the prefill may not have finished. Any other value is not used."""
     remote_num_tokens: _Count | None = None
@@ -73,9 +79,16 @@ class TransferParams(msgspec.Struct, frozen=True):
         if not self.remote_ranks:
             source = Source(self.remote_host, self.remote_port, engine_id)
             return (Peer(source, Shard(0, MAX_LAYERS, 0, 1)),)
+        pcp_ranks = self.remote_pcp_ranks or (0,) * len(self.remote_ranks)
+        sizes = self.tp_size, self.cp_size
         return tuple(
-            Peer(Source(host, port, engine_id), Shard(first, stop, rank, self.tp_size))
-            for host, port, first, stop, rank in self.remote_ranks
+            Peer(
+                Source(host, port, engine_id),
+                Shard(first, stop, rank, *sizes, pcp_rank, self.pcp_size),
+            )
+            for (host, port, first, stop, rank), pcp_rank in zip(
+                self.remote_ranks, pcp_ranks, strict=True
+            )
         )
 
     @property
@@ -115,8 +128,20 @@ class ProducerAddress(NamedTuple):
                 for source, shard in self.peers
             ],
             "tp_size": self.peers[0].shard.tp_size,
+            **self._context(),
             **({"remote_seal": self.seal} if self.seal else {}),
         }
+
+    def _context(self) -> dict[str, Any]:
+        """The fields of context parallelism; none without it."""
+        shards = [shard for _, shard in self.peers]
+        if not shards[0].has_cp:
+            return {}
+        pcp = {
+            "pcp_size": shards[0].pcp_size,
+            "remote_pcp_ranks": [shard.pcp_rank for shard in shards],
+        }
+        return {"cp_size": shards[0].cp_size, **(pcp if shards[0].pcp_size > 1 else {})}
 
 
 def parse(params: Mapping[str, Any] | None) -> TransferParams | None:
@@ -220,8 +245,11 @@ def response(
         push: the proxy can send both requests of the next prompt at once. Only a proxy that names the KV itself can do
             that. vllm-router does not name it, and drops our name if it sees `push`.
     """
-    ranks = tuple(tuple(rank) for rank in address.fields()["remote_ranks"])
-    named = engine_name.NamedEngine(address.engine_id, ranks, address.seal)
+    fields = address.fields()
+    ranks = tuple(tuple(rank) for rank in fields["remote_ranks"])
+    sizes = fields.get("cp_size", 1), fields.get("pcp_size", 1)
+    context = engine_name.Context(*sizes, tuple(fields.get("remote_pcp_ranks", ())))
+    named = engine_name.NamedEngine(address.engine_id, ranks, address.seal, context)
     return {
         **decode_params(address, transfer),
         "remote_engine_id": engine_name.write(named),
@@ -250,7 +278,12 @@ def _read(params: object) -> TransferParams:
             params["remote_engine_id"] = engine.engine_id
             if engine.ranks and "remote_ranks" not in params:
                 params |= {"remote_ranks": engine.ranks, "remote_seal": engine.seal}
-    return msgspec.convert(params, TransferParams)
+                params |= engine.context._asdict()
+    found = msgspec.convert(params, TransferParams)
+    if found.remote_pcp_ranks and len(found.remote_pcp_ranks) != len(found.remote_ranks):
+        counts = f"{len(found.remote_pcp_ranks)} places for {len(found.remote_ranks)} ranks"
+        raise ValueError(f"remote_pcp_ranks: {counts}: must be as many")
+    return found
 
 
 def _stages(address: ProducerAddress) -> int:

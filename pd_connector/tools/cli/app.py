@@ -34,8 +34,8 @@ class EntryPoints(LateGroup):
 
     def names(self) -> Iterable[str]:
         """Names of all commands: those of `lines` first, then added commands by name. Imports none of them."""
-        found = load_entry_points(self.points)
-        return [*(name for name in self.lines if name in found), *found]
+        points = load_entry_points(self.points)
+        return [*(name for name in self.lines if name in points), *points]
 
     def imported(self, name: str) -> Any:
         """The command of this name; None if it does not exist."""
@@ -63,27 +63,27 @@ class Commands(EntryPoints):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands, in the order of the help. Imports none of them."""
-        found = super().list_commands(ctx)
-        if not found:
+        names = super().list_commands(ctx)
+        if not names:
             fail(
                 f"no command is installed (entry points of group {COMMANDS}): this copy of pd-connector "
                 "runs without its installed metadata, or with that of an older one; pip install it"
             )
-        return found
+        return names
 
 
 def load(extension: Extension) -> Any:
     """Import one command, and return it as click's. If the import fails, the returned command reports why."""
     try:
-        found = extension.load()
+        target = extension.load()
     except ConfigError as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
         extra = brought_by_an_extra(missing or "")
         return _unavailable(f"{missing} is not installed: {extra}" if extra else str(error))
-    if isinstance(found, typer.Typer):
-        return get_command(found)
+    if isinstance(target, typer.Typer):
+        return get_command(target)
     single = typer.Typer(add_completion=False)
-    single.command()(found)
+    single.command()(target)
     return get_command(single)
 
 

@@ -242,7 +242,7 @@ def difference(reply: StreamedAnswer, reference: StreamedAnswer) -> float:
 
 def failures(grown: Samples) -> str:
     """Failure counters that have grown, with their causes."""
-    found = [
+    grown_counters = [
         f"{name.removeprefix('pd_connector:')}{sorted(v for k, v in labels if k == 'cause')}"
         for (name, labels), value in grown.items()
         if value > 0
@@ -250,4 +250,4 @@ def failures(grown: Samples) -> str:
         and any(k == "cause" for k, _ in labels)
         and name.endswith("_total")
     ]
-    return ", ".join(found) or "none has grown (did the router find the prefill engine?)"
+    return ", ".join(grown_counters) or "none has grown (did the router find the prefill engine?)"

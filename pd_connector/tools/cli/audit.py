@@ -85,7 +85,7 @@ def audit(
 def named(url: str, ask: Ask) -> Ask:
     """Ask so that an error names the engine."""
 
-    def asked(path: str, body: Mapping[str, Any] | None) -> str:
+    def ask_named(path: str, body: Mapping[str, Any] | None) -> str:
         try:
             return ask(path, body)
         except SilentPeerError as error:
@@ -94,7 +94,7 @@ def named(url: str, ask: Ask) -> Ask:
         except PeerError as error:
             raise PeerError(f"{url}: {error}") from None
 
-    return asked
+    return ask_named
 
 
 def look(url: str, ask: Ask) -> Engine:
@@ -102,10 +102,10 @@ def look(url: str, ask: Ask) -> Engine:
     try:
         model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
         body = {"model": model, "prompt": "a", "max_tokens": 1}
-        told = _post(ask, {**body, "kv_transfer_params": describe_params()})
+        answer = _post(ask, {**body, "kv_transfer_params": describe_params()})
     except (ValueError, LookupError, TypeError) as error:
         raise PeerError(f"{url} does not answer as a vLLM engine: {error!r}") from None
-    return Engine(url, ask, model, bool((told.get("kv_transfer_params") or {}).get("describe")))
+    return Engine(url, ask, model, bool((answer.get("kv_transfer_params") or {}).get("describe")))
 
 
 def pairs_of(engines: Sequence[Engine]) -> Iterator[tuple[Engine, Engine]]:
@@ -140,8 +140,8 @@ def judge(prefill: Engine, decode: Engine, sleep: Callable[[float], None] = time
 def _round(prefill: Engine, decode: Engine, sleep: Callable[[float], None]) -> str:
     """The end of one prompt: `used`, `passed`, or the cause of an audit that did not pass."""
     before, salt = _counts(decode), fresh_salt()
-    told = _post(prefill.ask, audit_body(prefill.model, prefill_params(), salt))
-    params = told.get("kv_transfer_params")
+    answer = _post(prefill.ask, audit_body(prefill.model, prefill_params(), salt))
+    params = answer.get("kv_transfer_params")
     if not isinstance(params, dict):
         raise PeerError(f"{prefill.url} hands no KV over")
     _post(decode.ask, audit_body(decode.model, params, salt))
@@ -159,7 +159,7 @@ def _round(prefill: Engine, decode: Engine, sleep: Callable[[float], None]) -> s
 
 def _counts(decode: Engine) -> dict[str, float]:
     """Ended audits by cause, and transfers that were used."""
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for line in decode.ask("/metrics", None).splitlines():
         name, _, value = line.rpartition(" ")
         if name.startswith(_AUDITS):
@@ -168,8 +168,8 @@ def _counts(decode: Engine) -> dict[str, float]:
             cause = "used"
         else:
             continue
-        found[cause] = found.get(cause, 0.0) + float(value)
-    return found
+        counts[cause] = counts.get(cause, 0.0) + float(value)
+    return counts
 
 
 def _post(ask: Ask, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pd_connector.errors import PDConnectorError, did_you_mean
+from pd_connector.config import Config
+from pd_connector.errors import PDConnectorError
 from pd_connector.tools.cli.app import BENCHMARKS, EntryPoints, fail
 from pd_connector.tools.launch.progress import working
 from pd_connector.tools.output import Json
@@ -71,7 +72,8 @@ class WireRate:
 @app.command()
 def wire(
     transport: Annotated[
-        list[str] | None, typer.Option(help=f"May be repeated ({', '.join(TRANSPORTS)}).")
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"May be repeated ({', '.join(TRANSPORTS)})."),
     ] = None,
     codec: Annotated[
         list[str] | None,
@@ -84,19 +86,18 @@ def wire(
     """Move KV between two processes of this machine without engines, and verify it.
 
     32 layers x 8 KV heads x 128 in bfloat16, in pages of 16 tokens that lie in random order. Exit
-    code 1 if it does not arrive, or not all of it is right.
+    code 1 if it does not arrive, not all of it is right, or a name is not known.
     """
     if mib % STEP_MIB:
         problem = f"{mib}: must be a multiple of {STEP_MIB}, whole pages"
         raise typer.BadParameter(problem, param_hint="--mib")
-    for name in codec or ():
-        if name not in CODECS:
-            near = did_you_mean(name, CODECS)
-            raise typer.BadParameter(f"codec {name!r} is not known; {near}", param_hint="--codec")
     rates = []
     try:
         with working(Console(stderr=True), "filling two caches") as progress:
-            for way in ((t, c) for t in transport or TRANSPORTS for c in codec or CODECS):
+            ways = [(t, c) for t in transport or TRANSPORTS for c in codec or CODECS]
+            for t, c in ways:  # an unknown name ends the command before anything is measured
+                Config.load({"transports": [t], "codec": c})
+            for way in ways:
                 progress(" ".join(way))
                 rates.append(measure(*way, mib, runs))
     except (PDConnectorError, OSError) as error:

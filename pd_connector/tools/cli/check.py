@@ -33,9 +33,9 @@ def check(
     Ends with status 1 if an engine would not start, or no KV could move.
     """
     examined = [examine(config, os.environ) for config in configs]
-    findings = [finding for one in examined for finding in one.findings]
+    findings = [finding for each in examined for finding in each.findings]
     findings += configs_together.drafts_together(
-        [engine for one in examined for engine in one.engines]
+        [engine for each in examined for engine in each.engines]
     )
     show(findings, Console())
     if any(finding.status is Status.FAIL for finding in findings):
@@ -63,7 +63,7 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
     place = "config" if inline else "standard input" if config == "-" else config
     try:
         text = config if inline else _read(config)
-        found = written_configs.in_text(text, place)
+        configs = written_configs.in_text(text, place)
     except ConfigError as error:
         return Examined([Finding(place, "file", Status.FAIL, str(error))], [])
     except (OSError, UnicodeDecodeError) as error:
@@ -74,18 +74,20 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
     if not inline:
         set_there = {KEY_VARIABLE: new_key(), HOST_VARIABLE: f"value-of-{HOST_VARIABLE}"}
         environment = {name: value for name, value in set_there.items() if name in text}
-    if not found:
+    if not configs:
         advice = (
             'engines need --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'. '
             "If a chart's templates write it, check what `helm template` prints; `pd_connector.ray:build_pd_app` writes it itself"
         )
         finding = Finding(place, "connector", Status.FAIL, "no kv_connector in it", advice)
         return Examined([finding], [])
-    findings = [one for written in found for one in transfer_config.check(written, environment)]
-    findings += configs_together.together(found)
+    findings = [
+        finding for written in configs for finding in transfer_config.check(written, environment)
+    ]
+    findings += configs_together.together(configs)
     if not inline and not text.lstrip().startswith("{"):
-        findings += configs_together.reaches_others(text, found)
-    return Examined(findings, [engine for written in found for engine in written.engines])
+        findings += configs_together.reaches_others(text, configs)
+    return Examined(findings, [engine for written in configs for engine in written.engines])
 
 
 def _read(file: str) -> str:

@@ -97,8 +97,8 @@ def _has_config(model: Path) -> Path:
     return model
 
 
-def _print_model(wanted: bool) -> None:
-    if wanted:
+def _print_model(given: bool) -> None:
+    if given:
         typer.echo(MODEL_DIR)
         raise typer.Exit
 

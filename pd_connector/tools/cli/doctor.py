@@ -51,7 +51,7 @@ def doctor(
             progress(f"asking {url}")
             visits.append(visit(url, api_key))
         findings += [finding for visit in visits for finding in visit.findings]
-        findings += together.check([visit.told for visit in visits if visit.told is not None])
+        findings += together.check([visit.report for visit in visits if visit.report is not None])
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

@@ -72,21 +72,21 @@ def opened(folder: Path | None) -> Iterator[LocalStore]:
 def status(folder: Folder = None, as_json: AsJson = False) -> None:
     """Show how full the pool is, by tier, codec and tenant."""
     with opened(folder) as store:
-        found = store.status()
-        codecs: dict[str, Counter[str]] = {tier.name: Counter() for tier in found.tiers}
+        report = store.status()
+        codecs: dict[str, Counter[str]] = {tier.name: Counter() for tier in report.tiers}
         for chunk in store.chunks():
             codecs[chunk.tier][codec_of(chunk)] += chunk.nbytes
     if as_json:
-        tiers = [{**tier._asdict(), "codecs": codecs[tier.name]} for tier in found.tiers]
+        tiers = [{**tier._asdict(), "codecs": codecs[tier.name]} for tier in report.tiers]
         printed = {
-            **found._asdict(),
+            **report._asdict(),
             "tiers": tiers,
-            "engines": found.engines - 1,
-            "unwritable": [each._asdict() for each in found.unwritable],
+            "engines": report.engines - 1,
+            "unwritable": [each._asdict() for each in report.unwritable],
         }
         print(json.dumps(printed, indent=2))
     else:
-        show(found, codecs, Console())
+        show(report, codecs, Console())
 
 
 def codec_of(chunk: Chunk) -> str:
@@ -94,7 +94,7 @@ def codec_of(chunk: Chunk) -> str:
     return part_codec(chunk.parts[0])
 
 
-def show(found: StoreStatus, codecs: Mapping[str, Counter[str]], console: Console) -> None:
+def show(status: StoreStatus, codecs: Mapping[str, Counter[str]], console: Console) -> None:
     """Print a status as a table, and what is not as usual below it.
 
     Args:
@@ -105,12 +105,12 @@ def show(found: StoreStatus, codecs: Mapping[str, Counter[str]], console: Consol
         table.add_column(
             name, justify="left" if name in ("tier", "folder") else "right", overflow="fold"
         )
-    for tier in found.tiers:
+    for tier in status.tiers:
         full = f"{tier.nbytes / tier.budget:.0%}" if tier.budget else ""
         budget = text_of(tier.budget) if tier.budget else "not set"
         table.add_row(tier.name, f"{tier.chunks:,}", text_of(tier.nbytes), budget, full, tier.path)
     console.print(table)
-    for tier in found.tiers:
+    for tier in status.tiers:
         for codec, nbytes in sorted(codecs[tier.name].items()):
             if set(codecs[tier.name]) != {"raw"}:
                 console.print(f"  {tier.name}, codec {codec}: {text_of(nbytes)}", markup=False)
@@ -121,17 +121,17 @@ def show(found: StoreStatus, codecs: Mapping[str, Counter[str]], console: Consol
                     markup=False,
                 )
     console.print(
-        f"{found.engines - 1} engine processes use it; {found.writing} parts are being written; {found.pinned} pins"
+        f"{status.engines - 1} engine processes use it; {status.writing} parts are being written; {status.pinned} pins"
     )
-    for refusing in found.unwritable:
+    for refusing in status.unwritable:
         console.print(
             f"Nothing is written to the tier {refusing.tier} (an engine said so {refusing.age_s:.0f} s ago): {refusing.why}",
             style="yellow",
             markup=False,
         )
-    if found.problem:
+    if status.problem:
         console.print(
-            f"Nothing is saved at the moment: {found.problem}. Engines repair that by themselves; look-ups go on.",
+            f"Nothing is saved at the moment: {status.problem}. Engines repair that by themselves; look-ups go on.",
             style="yellow",
             markup=False,
         )
@@ -147,13 +147,13 @@ def ls(
 ) -> None:
     """List the chunks, the oldest first: key, key of the chunk before it, tier, size, codec, parts, tenant."""
     others = set[str]()
-    found = False
+    listed = False
     with opened(folder) as store:
         for chunk in store.chunks():
             if tenant is not None and chunk.tenant != tenant:
                 others.add(chunk.tenant)
                 continue
-            found = True
+            listed = True
             fields = {
                 "key": chunk.key.hex(),
                 "parent": chunk.parent.hex(),
@@ -171,7 +171,7 @@ def ls(
                 print(
                     f"{chunk.key.hex()[:16]}  {parent:16}  {chunk.tier:6}  {text_of(chunk.nbytes):>10}  {codec_of(chunk):4}  {parts}  {chunk.tenant}"
                 )
-    if tenant is not None and not found:
+    if tenant is not None and not listed:
         there = ", ".join(repr(name) for name in sorted(others - {""}))
         print(
             f"no chunk of tenant {tenant!r} is there{'; chunks of ' + there if there else ''}",

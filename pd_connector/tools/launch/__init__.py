@@ -9,17 +9,15 @@
 - `engine`, `sglang`, `router`: the services
 - `client`: HTTP requests to services, and their metrics
 - `progress`: what a person sees while services start, or work is done
-- `signals`: SIGTERM treated as Ctrl-C
 """
 
 from pd_connector.tools.launch.client import Client, HttpError, Samples
 from pd_connector.tools.launch.engine import VllmEngine
-from pd_connector.tools.launch.family import Census, Family, stop_all
+from pd_connector.tools.launch.family import Census, Family, stop_all, terminate_as_interrupt
 from pd_connector.tools.launch.ports import Port
 from pd_connector.tools.launch.progress import wait_all, working
 from pd_connector.tools.launch.router import RouterProcess
 from pd_connector.tools.launch.service import Service, StartError, stop_services
-from pd_connector.tools.launch.signals import terminate_as_interrupt
 
 __all__ = [
     "Census",

@@ -40,12 +40,12 @@ class Samples(dict[tuple[str, frozenset[tuple[str, str]]], float]):
 
     def total(self, name: str, **labels: str) -> float:
         """Sum over all samples of this name that have these labels; 0 if there are none."""
-        wanted = labels.items()
-        return sum(v for (n, found), v in self.items() if n == name and wanted <= found)
+        required = labels.items()
+        return sum(v for (n, own_labels), v in self.items() if n == name and required <= own_labels)
 
     def has(self, name: str) -> bool:
         """Whether there is any sample of this name."""
-        return any(found == name for found, _ in self)
+        return any(sample == name for sample, _ in self)
 
     def since(self, before: Samples) -> Samples:
         """The growth of each value since an earlier moment."""

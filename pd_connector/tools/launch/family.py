@@ -24,9 +24,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType
 from typing import NamedTuple, Self
 
 from pd_connector.tools.launch import proc
@@ -157,12 +158,7 @@ class Family:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 
@@ -241,3 +237,18 @@ def _start(launcher: str) -> _Reaper:
     )
     os.close(reading)
     return _Reaper(launcher, process, writing)
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """A context in which SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread. Main thread only."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    previous = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -10,7 +10,6 @@ as well and gets all connections.
 from __future__ import annotations
 
 import socket
-from types import TracebackType
 from typing import Self
 
 
@@ -36,10 +35,5 @@ class Port:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()

@@ -54,8 +54,8 @@ def read(pid: int) -> Process | None:
 
 def table() -> dict[int, Process]:
     """All processes, by pid."""
-    found = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())
-    return {process.pid: process for process in found if process is not None}
+    processes = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return {process.pid: process for process in processes if process is not None}
 
 
 def descendants(processes: dict[int, Process], roots: Iterable[int]) -> set[int]:
@@ -63,14 +63,14 @@ def descendants(processes: dict[int, Process], roots: Iterable[int]) -> set[int]
     children: dict[int, list[int]] = {}
     for process in processes.values():
         children.setdefault(process.parent, []).append(process.pid)
-    found: set[int] = set()
+    members: set[int] = set()
     waiting = [pid for pid in roots if pid in processes]
     while waiting:
         pid = waiting.pop()
-        if pid not in found:
-            found.add(pid)
+        if pid not in members:
+            members.add(pid)
             waiting += children.get(pid, ())
-    return found
+    return members
 
 
 def families(pid: int) -> list[str]:

@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from pd_connector.errors import PDConnectorError
@@ -194,12 +193,7 @@ class Service(ABC):
     def __enter__(self) -> Self:
         return self.start() if self.family is None else self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
 

@@ -64,8 +64,8 @@ def sglang_python() -> str:
 @cache
 def sglang_on_cpu(python: str) -> bool:
     """Whether the torch of this environment has no GPU support."""
-    asked = "import torch; print(torch.cuda.is_available())"
-    return subprocess.check_output([python, "-c", asked], text=True).strip() != "True"
+    program = "import torch; print(torch.cuda.is_available())"
+    return subprocess.check_output([python, "-c", program], text=True).strip() != "True"
 
 
 class SglangEngine(Service):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks tell each other of their NIXL agent and slots."""
+"""The address of a rank's NIXL agent and slots, as ranks exchange it."""
 
 from typing import Annotated, Literal, Self
 
@@ -66,7 +66,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_address(address: bytes) -> NixlAddress:
-    """What a peer has told. Raises TransportError for bytes that are none."""
+    """Decode a peer's address. Raises TransportError if it cannot be decoded."""
     try:
         return msgspec.msgpack.decode(address, type=NixlAddress)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

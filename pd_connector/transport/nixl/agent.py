@@ -7,6 +7,7 @@ Peers' metadata is parsed by NIXL's C++ code; NIXL's Python helpers that unpickl
 import logging
 import os
 import resource
+import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -151,11 +152,11 @@ def place_in(slab: Slab | DeviceSlab, offset: int) -> Place:
 
 def _regions(slabs: Sequence[Slab | DeviceSlab]) -> dict[str, list[tuple[int, int, int, str]]]:
     """What is registered, by its kind of memory, as NIXL takes it."""
-    found: dict[str, list[tuple[int, int, int, str]]] = {}
+    by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
     for slab in slabs:
         first = place_in(slab, 0)
-        found.setdefault(first.memory, []).append((first.address, slab.nbytes, first.device, ""))
-    return found
+        by_kind.setdefault(first.memory, []).append((first.address, slab.nbytes, first.device, ""))
+    return by_kind
 
 
 def _import_api() -> Any:
@@ -166,7 +167,7 @@ def _import_api() -> Any:
             f"transport nixl: {error}. Install it with `pip install 'pd-connector[nixl]'`, or "
             "take it out of the config key transports"
         ) from error
-    if "NIXL_LOG_LEVEL" not in os.environ:  # it tells of every agent, on standard output
+    if "NIXL_LOG_LEVEL" not in os.environ:  # it logs every agent, on standard output
         logging.getLogger("nixl").setLevel(logging.WARNING)
     return api
 
@@ -183,3 +184,37 @@ def _check_descriptors() -> None:
             f"nixl agent cannot be made: {free} of {limit} descriptors are free, {_DESCRIPTORS} are wanted; "
             "raise the limit (ulimit -n)"
         )
+
+
+_TRIAL_BYTES = 4096
+_TRIAL_S = 10.0
+
+
+def try_out(agent: NixlAgent, name: str, slab: DeviceSlab) -> None:
+    """Move a few bytes within the first slot of a slab that the agent has registered.
+
+    Args:
+        name: the agent's own.
+
+    Raises:
+        TransportError: they did not arrive.
+    """
+    nbytes = min(_TRIAL_BYTES, slab.slot_bytes // 2)
+    slot = slab.slot(0).tensor
+    slot[:nbytes] = slot.new_ones(nbytes).cumsum(0) % 251
+    slot[nbytes : 2 * nbytes] = 0
+    expected = slot[:nbytes].cpu()  # waits for both
+    try:
+        handle = agent.start("WRITE", name, place_in(slab, 0), place_in(slab, nbytes), nbytes)
+    except Exception as error:
+        raise TransportError(f"nixl does not move memory of {slab.device}: {error!r}") from error
+    deadline = time.monotonic() + _TRIAL_S
+    while (problem := agent.progress(handle)) is None and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    agent.release(handle)
+    if problem is None:
+        problem = f"nothing arrived within {_TRIAL_S:g} s"
+    elif not problem and not slot[nbytes : 2 * nbytes].cpu().equal(expected):
+        problem = "what arrived is not what was sent"
+    if problem:
+        raise TransportError(f"nixl does not move memory of {slab.device}: {problem}")

@@ -19,8 +19,9 @@ import itertools
 import secrets
 import struct
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -32,9 +33,37 @@ from pd_connector.memory.slab import Slab
 from pd_connector.memory.slot_memory import NO_DEVICE_SLOTS, DeviceSlots
 from pd_connector.transport.base import Landed, Link, Transport, TransportParts, Written, check_fits
 from pd_connector.transport.nixl.address import NixlAddress, read_address
-from pd_connector.transport.nixl.agent import NixlAgent, Place, place_in
-from pd_connector.transport.nixl.peers import NixlConsumer, NixlProducer, NixlRead
-from pd_connector.transport.nixl.trial import try_out
+from pd_connector.transport.nixl.agent import NixlAgent, Place, place_in, try_out
+
+
+@dataclass(slots=True)
+class NixlConsumer:
+    agent: NixlAgent
+    remote: str
+    address: NixlAddress
+    on_device: bool  # slots of both sides lie there
+    writes: dict[int, Any] = field(default_factory=dict)  # token: handle
+    failed: bool = False  # a write to it: the agent does not reach it again
+
+
+@dataclass(slots=True)
+class NixlRead:
+    handle: Any
+    header: bytes
+    slot: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class NixlProducer:
+    """An expected producer. It has an agent from the first read on: most sessions only write."""
+
+    address: NixlAddress
+    on_device: bool  # slots of both sides lie there
+    agent: NixlAgent | None = None
+    remote: str = ""
+    reads: list[NixlRead] = field(default_factory=list)
+
 
 _NOTE = struct.Struct("<IQ")  # slot, bytes; the header follows
 _MAX_HEADER_BYTES = 1 << 16
@@ -70,7 +99,7 @@ class NixlTransport(Transport):
         self._sending = sending
         self._on_device = on_device
         self._host = host
-        # Peers are believed by this name, so it must not be guessed.
+        # The name authenticates peers, so it must not be guessable.
         self._name = f"pd-{secrets.token_hex(16)}"
         self._numbers = itertools.count(1)  # of writes, links and sources
         self._written: list[Written] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer's shared-memory transport is told of this one, over the control channel."""
+"""The address of a shared-memory transport, which peers get over the control channel."""
 
 from typing import Annotated
 

@@ -58,9 +58,9 @@ class ProducerPeer:
     pid: int | None = None
 
     def map_window(self, descriptors: tuple[int, ...]) -> bool:
-        """Map the slab whose descriptor came first, and close all descriptors. Returns whether the producer has handed
-        over what it announced. It has not if this process had no free descriptor: the kernel drops those that come
-        then. A producer that is hung up on notices, and connects again."""
+        """Map the slab whose descriptor came first, and close all descriptors. Returns whether the
+        producer has sent the descriptors that it announced. If this process had no free descriptor, the kernel has
+        dropped them. The caller then closes the link, and the producer connects again."""
         nbytes = self.address.send_slots * self.address.send_slot_bytes
         mapped = [map_slab(descriptor, nbytes, mmap.ACCESS_READ) for descriptor in descriptors[:1]]
         for unused in descriptors[1:]:
@@ -81,8 +81,8 @@ class ProducerPeer:
             self.problem = "shm: the producer has hung up"
 
     def probe(self) -> int:
-        """Try to read the token that the producer has told where it lies in its memory; returns the
-        producer's process if that could be read, else 0."""
+        """Try to read the producer's token at the address that it has sent; returns the producer's
+        process id if the kernel permits that, else 0."""
         pid = peer_process(self.links[0])
         seen = np.empty(TOKEN_BYTES, np.uint8)
         there = np.array([self.address.token_address], np.uint64)
@@ -117,8 +117,8 @@ class ConsumerHalf:
         self._listener = Listener()
         self._sources: dict[int, bytes] = {}  # the token of each source's producer
         self._producers: dict[bytes, ProducerPeer] = {}  # expected, by token
-        # The producers that have connected. Most of many producers are elsewhere, and `poll` is
-        # called often.
+        # The producers that have connected. Most producers are on other machines, and
+        # `poll` is called often.
         self._connected: dict[bytes, ProducerPeer] = {}
         self._numbers = itertools.count(1)  # of sources
         self._reads: list[_Read] = []
@@ -172,7 +172,7 @@ class ConsumerHalf:
     def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
         """See `Transport.pull`."""
         producer = self._producer_of(source)
-        # Once it has hung up, its number may be another process'.
+        # After it has closed its links, its process id may be another process's.
         if producer is None or not producer.links:
             raise TransportError("shm: no such producer (any more)")
         if not producer.pid:

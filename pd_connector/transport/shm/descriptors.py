@@ -34,7 +34,7 @@ def recv_fds(link: socket.socket, nbytes: int, most: int = 1) -> tuple[bytes, tu
     for level, kind, rights in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received.frombytes(rights[: len(rights) - len(rights) % received.itemsize])
-    for descriptor in received[most:]:  # alignment may make room for more than were asked for
+    for descriptor in received[most:]:  # alignment may make room for more than requested
         os.close(descriptor)
     return data, tuple(received[:most])
 

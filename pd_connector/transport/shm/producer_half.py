@@ -51,7 +51,7 @@ class ConsumerPeer:
     notes: deque[bytes] = field(default_factory=deque)
 
     def copy(self, header: bytes, payload: memoryview, slot: int) -> str:
-        """Copy a chunk into a landing slot and tell the consumer; returns what went wrong."""
+        """Copy a chunk into a landing slot and notify the consumer; returns the error, empty for none."""
         assert self.window is not None
         start = slot * self.slot_bytes
         target = self.window[start : start + len(payload)]

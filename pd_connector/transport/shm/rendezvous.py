@@ -70,7 +70,7 @@ class Listener:
     @property
     def pollables(self) -> list[object]:
         """Descriptors that turn readable when `accept` is due."""
-        pending: list[object] = [one.link.fileno() for one in self._pending]
+        pending: list[object] = [greeting.link.fileno() for greeting in self._pending]
         return pending if self._resumes else [self._socket.fileno(), *pending]
 
     def accept(self, expected: Container[bytes]) -> list[PendingConnection]:
@@ -104,9 +104,7 @@ class Listener:
                 link, _ = self._socket.accept()
             except BlockingIOError:
                 return
-            except (
-                OSError
-            ) as error:  # no descriptor is left: who waits here makes room, and time does
+            except OSError as error:  # no descriptor is left: a waiting connection is dropped, or frees one in time
                 why = no_more_files(error.errno) or error
                 logger.warning("a producer cannot be let in: %s", why)
                 self._resumes = time.monotonic() + _PAUSE_S

@@ -11,7 +11,7 @@ from pd_connector.hosts import numeric_address
 IDENTITY_BYTES = 16
 SECRET_BYTES = 32
 LEAST_RECORD_BYTES = 512 << 10
-"""The smallest limit that a peer may have for the body of a sealed record, and its limit if it tells none."""
+"""The smallest permitted limit for the body of a sealed record, and a peer's limit if its address has none."""
 
 
 class TcpAddress(msgspec.Struct, frozen=True, array_like=True):

@@ -102,7 +102,7 @@ class AeadOpener:
 
 
 def dial_code(shared: bytes, listener: TcpAddress, dial: DialFrame) -> bytes:
-    """The dialler's proof that it was told the listener's secret."""
+    """The dialler's proof that it knows the listener's secret."""
     return _mac(_derive(shared + listener.secret, b"", b"pd-tcp2 dial"), dial.encode())
 
 
@@ -172,7 +172,7 @@ def fast_aes() -> bool:
     except OSError:
         return True
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "") + " "
-    return any(all(flag in flags for flag in wanted) for wanted in _AES_FLAGS)
+    return any(all(flag in flags for flag in required) for required in _AES_FLAGS)
 
 
 def _aead(key: bytes, aes: bool) -> AESGCM | ChaCha20Poly1305:

@@ -70,7 +70,7 @@ class Connection:
             taken, events = self._receiving.receive()
         except (OSError, FrameError) as error:
             raise BrokenError(str(error)) from None
-        if taken or self._receiving.paused:  # what we do not read cannot be heard
+        if taken or self._receiving.paused:  # nothing arrives while we do not read
             self._heard = now
         self.send(now)
         return events
@@ -85,10 +85,10 @@ class Connection:
         self._wish()
 
     def tick(self, now: float) -> None:
-        """Speak if nothing was said lately. Raises BrokenError if nothing was heard for too long, or the peer's
-        machine does not acknowledge what was said."""
+        """Send a heartbeat if nothing was sent lately. Raises BrokenError if nothing has arrived for too long, or the
+        peer's machine does not acknowledge what was sent."""
         if self._heard + self._pace.heartbeat_s < now and self._receiving.grows():
-            self._heard = now  # a slow record of which no caller was told yet
+            self._heard = now  # part of a slow record, which no caller has seen yet
         if self._heard + self._pace.silence_s < now:
             raise BrokenError(f"no data has come for {now - self._heard:.1f} s")
         if self._heard < self._said and self._is_unanswered():

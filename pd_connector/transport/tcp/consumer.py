@@ -169,7 +169,7 @@ class ConsumerPeer:
             self._lose(why)
 
     def tick(self, now: float) -> None:
-        for candidate in [one for one in self._candidates if one.deadline <= now]:
+        for candidate in [each for each in self._candidates if each.deadline <= now]:
             self.reject(candidate)
         if self._connection is not None:
             try:

@@ -7,7 +7,7 @@ ways: a prefix of 8 bytes, a body and, where it is sealed, its tag (`sealing.py`
 larger than what its receiver has said that it opens (`TcpAddress.record_bytes`).
 
     GREET  dialler   a session expects to be written to; the first proves that the dialler is live
-    PING   both      nothing else was said for a heartbeat
+    PING   both      nothing else was sent for a heartbeat
     CHUNK  listener  a chunk begins: token, bytes, slot, header
     DATA   listener  its payload, or the next part of it; nothing comes between
     BARE   listener  the same without a tag, where others have one that does not encrypt

@@ -54,12 +54,12 @@ class Listening:
         self._resumes = 0.0
 
     def open(self, shared: bytes, address: TcpAddress) -> None:
-        """Begin to accept diallers who were told `address`."""
+        """Begin to accept diallers that know `address`."""
         self._shared, self._address = shared, address
         self._watch.wish(self._socket, self, read=True, write=False)
 
     def ready(self, now: float) -> None:
-        """Accept who has dialled."""
+        """Accept waiting connections."""
         for _ in range(_BATCH):
             try:
                 sock, _ = self._socket.accept()
@@ -107,7 +107,7 @@ class Listening:
 
     def tick(self, now: float) -> None:
         """Close pending connections that took too long."""
-        for pending in [one for one in self._pending if one.deadline <= now]:
+        for pending in [each for each in self._pending if each.deadline <= now]:
             self._dismiss(pending)
         if self._resumes and self._resumes <= now:
             self._resumes = 0.0
@@ -131,7 +131,7 @@ class Listening:
         return True
 
     def _proven(self, frame: bytes) -> DialFrame:
-        """Raises FrameError unless the dialler was told our secret."""
+        """Raises FrameError unless the dialler knows our secret."""
         assert self._address is not None
         dial, code = read_dial(frame)
         if dial.listener != self._address.identity:
@@ -141,7 +141,7 @@ class Listening:
         return dial
 
     def _dismiss_oldest(self) -> None:
-        unproven = (one for one in self._pending if one.dial is None)
+        unproven = (each for each in self._pending if each.dial is None)
         oldest = next(unproven, None) or next(iter(self._pending), None)
         if oldest is not None:
             self._dismiss(oldest)
@@ -163,7 +163,9 @@ class _PendingConnection:
 
     def ready(self, now: float) -> None:
         """Take the frame, and nothing behind it: what else comes is for the connection."""
-        if self.dial is not None:  # it has been said that nothing more is read; this is its end
+        if (
+            self.dial is not None
+        ):  # the peer was informed that nothing more is read; this is its end
             self._listening.dismiss(self)
             return
         try:

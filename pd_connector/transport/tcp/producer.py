@@ -57,7 +57,7 @@ class ProducerPeer:
         self._landing = landing
         self._pace = common.pace
         self._landed = landed
-        self._greetings = 0  # that have not been said
+        self._greetings = 0  # that have not been sent
         self._sock: socket.socket | None = None  # until the connection stands
         self._dial: DialFrame | None = None  # since it was sent
         self._answer = b""

@@ -128,11 +128,11 @@ class Receiving:
         self._body = memoryview(b"")
 
     def _ask(self) -> None:
-        """Be told when enough has come to be worth it, and not of every packet."""
-        wanted = max(1, min(self._due(), _LOW_WATER_BYTES))
-        if wanted != self._low_water and not self.paused:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-            self._low_water = wanted
+        """Set the socket's low-water mark, so that it wakes this side once enough has arrived, not for every packet."""
+        requested = max(1, min(self._due(), _LOW_WATER_BYTES))
+        if requested != self._low_water and not self.paused:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, requested)
+            self._low_water = requested
 
     def _due(self) -> int:
         """How many bytes will certainly come before the chunk under way has ended."""

@@ -32,9 +32,9 @@ class SumSealer:
     def seal_parts(self, head: bytes, parts: Iterable[Any], out: memoryview) -> bytes:
         to, at = np.frombuffer(out, np.uint8), 0
         for part in parts:  # numpy's copies leave Python's lock to others
-            found = np.frombuffer(part, np.uint8)
-            to[at : at + len(found)] = found
-            at += len(found)
+            data = np.frombuffer(part, np.uint8)
+            to[at : at + len(data)] = data
+            at += len(data)
         self._records += 1
         return _tag(self._records, head, out)
 
@@ -60,9 +60,9 @@ class SumOpener:
         self._records += 1
         if _tag(self._records, head, body) != tag:
             raise FrameError(NOT_NEXT)
-        found, at = np.frombuffer(body, np.uint8), 0
+        data, at = np.frombuffer(body, np.uint8), 0
         for part in parts:
-            np.frombuffer(part, np.uint8)[:] = found[at : at + len(part)]
+            np.frombuffer(part, np.uint8)[:] = data[at : at + len(part)]
             at += len(part)
 
 

@@ -132,16 +132,16 @@ class TcpTransport(Transport):
 
     def connect(self, consumer: bytes) -> Link:
         address = read_address(consumer)
-        known = self._consumers.get(address.identity)
-        if known is None:
+        peer = self._consumers.get(address.identity)
+        if peer is None:
             ends = address, self._address, self._shared
-            known = ConsumerPeer(*ends, self._common, self._written.append)
-            self._consumers[address.identity] = known
-        elif known.address != address:
+            peer = ConsumerPeer(*ends, self._common, self._written.append)
+            self._consumers[address.identity] = peer
+        elif peer.address != address:
             raise TransportError("tcp transport: two consumers have one identity")
         link = next(self._numbers)
-        known.connect(link)
-        self._links[link] = known
+        peer.connect(link)
+        self._links[link] = peer
         self._listening.connected(address.identity, time.monotonic())
         return link
 
@@ -161,16 +161,16 @@ class TcpTransport(Transport):
             raise TransportError(
                 f"tcp transport: {address.host!r} is not loopback and no key is set"
             )
-        known = self._producers.get(address.identity)
-        if known is None:
+        peer = self._producers.get(address.identity)
+        if peer is None:
             ends = address, self._address, self._shared
-            known = ProducerPeer(*ends, self._common, self._landing, self._landed.append)
-            self._producers[address.identity] = known
-        elif known.address.secret != address.secret:
+            peer = ProducerPeer(*ends, self._common, self._landing, self._landed.append)
+            self._producers[address.identity] = peer
+        elif peer.address.secret != address.secret:
             raise TransportError("tcp transport: two producers have one identity")
         source = next(self._numbers)
-        self._sources[source] = known
-        known.expect(source, time.monotonic())
+        self._sources[source] = peer
+        peer.expect(source, time.monotonic())
         return source
 
     def dismiss(self, source: Hashable) -> None:
@@ -253,15 +253,15 @@ class TcpTransport(Transport):
             peer.close()
         self._listening.close()
         self._watch.close()
-        for known in (self._consumers, self._producers, self._links, self._sources):
-            known.clear()
+        for table in (self._consumers, self._producers, self._links, self._sources):
+            table.clear()
 
     @property
     def _peers(self) -> list[ConsumerPeer | ProducerPeer]:
         return [*self._consumers.values(), *self._producers.values()]
 
     def _introduce(self, sock: socket.socket, dial: DialFrame, now: float) -> bool:
-        """A dialler has proven that it was told our secret."""
+        """A dialler has proven that it knows our secret."""
         consumer = self._consumers.get(dial.dialler)
         if consumer is None:
             return False

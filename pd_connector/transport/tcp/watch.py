@@ -32,10 +32,10 @@ class Watch:
     def wish(self, sock: socket.socket, owner: Owner, *, read: bool, write: bool) -> None:
         """Tell `owner` when the socket can be read or written; takes the place of earlier wishes."""
         events = select.EPOLLIN * read | select.EPOLLOUT * write
-        known = self._owners.get(sock.fileno())
-        if known is None:
+        current = self._owners.get(sock.fileno())
+        if current is None:
             self._epoll.register(sock, events)
-        elif known[1] != events:
+        elif current[1] != events:
             self._epoll.modify(sock, events)
         self._owners[sock.fileno()] = owner, events
 
@@ -48,8 +48,8 @@ class Watch:
     def ready(self) -> Iterator[Owner]:
         """The owners whose sockets are ready now, as long as they are still watched."""
         for descriptor, _ in self._epoll.poll(0):
-            if known := self._owners.get(descriptor):
-                yield known[0]
+            if owner := self._owners.get(descriptor):
+                yield owner[0]
 
     def close(self) -> None:
         self._epoll.close()

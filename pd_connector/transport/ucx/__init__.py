@@ -3,8 +3,7 @@
 
 - `library`: imports ucxx without its side effects
 - `address`: what a peer is told, and what a message begins with
-- `worker`: one of UCX's workers, with the listening sockets that UCX may close
-- `workers`: the worker that peers dial now, and earlier ones that still serve a peer
+- `worker`: UCX's workers, with the listening sockets that UCX may close: the one that peers dial now, and earlier ones that still serve a peer
 - `transport`: the transport itself
 """
 

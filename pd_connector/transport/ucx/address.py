@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer is told of this transport, and the bytes of a message."""
+"""The address that peers get of this transport, and the format of a message."""
 
 import struct
 from typing import Annotated
@@ -24,7 +24,7 @@ class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a worker is reached, and the tag under which its owner sends."""
 
     worker: bytes
-    # Producers are believed by it, so it must not be guessed.
+    # It authenticates producers, so it must not be guessable.
     tag: Annotated[int, msgspec.Meta(ge=0, lt=1 << TAG_BITS)]
 
 

@@ -32,8 +32,7 @@ from pd_connector.transport.ucx.address import (
     read_message,
 )
 from pd_connector.transport.ucx.library import import_ucxx
-from pd_connector.transport.ucx.worker import Move, UcxWorker
-from pd_connector.transport.ucx.workers import UcxWorkers
+from pd_connector.transport.ucx.worker import Move, UcxWorker, UcxWorkers
 
 _MAX_BATCH = 64  # messages taken from one producer at a time
 _DIALLING_POLLS = 100
@@ -49,7 +48,7 @@ class _Consumer:
 
     @property
     def alive(self) -> bool:
-        # UCX does not always tell of an endpoint that has failed: then every write fails.
+        # UCX does not always report a failed endpoint: then every write fails.
         return self.endpoint.alive and not self.has_failed
 
 

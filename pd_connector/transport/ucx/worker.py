@@ -2,9 +2,12 @@
 """A worker of UCX with its listening sockets, which UCX closes for good when there are no descriptors. It ends
 where ucxx's would wait for messages whose sender has died, and frees what ucxx's would keep for ever."""
 
+import contextlib
 import ctypes
+import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +18,7 @@ from pd_connector.transport.ucx.address import Buffer
 _MOST_FAILED_DIALS = 8
 """UCX keeps a socket of each for as long as the worker lives."""
 _CLOSING_POLLS = 100
-"""Cancelled writes end at the next poll; more is for what UCX wants to tell."""
+"""Polls before the end. Cancelled writes end at the first; the others let UCX notify its peers."""
 _WHOLE_TAG = (1 << 64) - 1
 _SERVICES, _PROTOCOLS = "libucs.so.0", "libucp.so.0"
 """UCX's libraries, as loaded by ucxx. NIXL's own copies have other names."""
@@ -104,11 +107,11 @@ class UcxWorker:
             Exception: UCX does not take it (ucxx's exceptions have no common base).
         """
         tags = self._api.UCXXTag(tag), self._api.UCXXTagMask(mask)
-        found = self.worker.tag_probe(*tags, remove=True)
-        if not found:
+        message = self.worker.tag_probe(*tags, remove=True)
+        if not message:
             return False
-        buffer = np.empty(max(1, found.length) if found.length <= most_bytes else 1, np.uint8)
-        request = self.worker.tag_recv_with_handle(self._array(buffer), found)
+        buffer = np.empty(max(1, message.length) if message.length <= most_bytes else 1, np.uint8)
+        request = self.worker.tag_recv_with_handle(self._array(buffer), message)
         self._arriving.append(Move(request, buffer, tag))
         return True
 
@@ -139,7 +142,7 @@ class UcxWorker:
 
     def end(self) -> None:
         """This worker is no longer needed."""
-        for _ in range(_CLOSING_POLLS):  # UCX ends what it can, and tells its peers
+        for _ in range(_CLOSING_POLLS):  # UCX ends what it can, and notifies its peers
             self.worker.progress()
             # Where the sender has died, ucxx would wait for the rest of a message, for ever.
             while self.receive(0, 0, mask=0):
@@ -167,3 +170,80 @@ def _is_open(number: int, inode: int) -> bool:
         return os.fstat(number).st_ino == inode
     except OSError:
         return False
+
+
+logger = logging.getLogger("pd_connector.transport.ucx")
+
+
+class UcxWorkers:
+    """Used by one thread.
+
+    Args:
+        api: ucxx's core.
+        array: what wraps its buffers.
+        options: of UCX.
+
+    Raises:
+        Exception: UCX cannot make a worker (ucxx's exceptions have no common base).
+    """
+
+    def __init__(self, api: Any, array: Any, options: Mapping[str, str]) -> None:
+        context = api.UCXContext(dict(options), feature_flags=(api.Feature.TAG,))
+        self._make = partial(UcxWorker, api, array, context)
+        self._current = self._make()
+        self._spent: list[UcxWorker] = []  # they serve the peers that have reached them
+
+    def __iter__(self) -> Iterator[UcxWorker]:
+        return iter((self._current, *self._spent))
+
+    @property
+    def current(self) -> UcxWorker:
+        """The worker that dials, and whose address peers get."""
+        return self._current
+
+    def renew_if_spent(self) -> None:
+        """Make a new worker where UCX does not listen any more, or the current one is worn."""
+        if self._current.is_deaf:
+            logger.warning(
+                "ucx: its listening socket is closed (no descriptors?), and is opened again"
+            )
+            self._renew()
+        else:
+            self.renew_if_worn()
+
+    def renew_if_worn(self) -> None:
+        """Make a new worker where the current one holds what goes only with its worker."""
+        if self._current.is_worn:
+            self._renew()
+
+    def progress(self) -> None:
+        """Let UCX go on."""
+        for worker in self:
+            worker.worker.progress()
+        if self._current.is_deaf:
+            with contextlib.suppress(Exception):  # reported at the next dial
+                self._current.forget_closed()
+
+    def leave(self, user: int) -> None:
+        """A link or a source has gone: workers without another peer end."""
+        for worker in self:
+            worker.users.discard(user)
+        for worker in [worker for worker in self._spent if not worker.users]:
+            self._spent.remove(worker)
+            worker.end()
+
+    def close(self) -> None:
+        """End the current worker; earlier ones are no longer used."""
+        self._current.end()
+        del self._current
+
+    def _renew(self) -> None:
+        """If there can be no other worker now, the next call tries again."""
+        old = self._current
+        with contextlib.suppress(Exception):
+            old.forget_closed()
+            self._current = self._make()
+            if old.users:
+                self._spent.append(old)
+            else:
+                old.end()

@@ -166,7 +166,7 @@ class PoolSide(Part):
             chunk_bytes=chunk_bytes,
             bytes_per_s=self._breakeven.bytes_per_s(),
         )
-        self._store.tell(told.encode())
+        self._store.advertise(told.encode())
 
     def weights_changed(self) -> list[Command]:
         """KV of the requests that run now must be neither saved nor compared. From now on the identity of the weights

@@ -25,7 +25,7 @@ UNCOUNTED_BYTES = 64 << 10
 """The first bytes of each body are not counted, so small requests pass while large ones fill the budget. The limit on
 connections bounds these bytes."""
 _MOST_LOOKS = 64
-"""Most idle connections that are looked at for one that can be closed."""
+"""At most this many idle connections are checked to find a connection that can be closed."""
 _ENCODINGS = ("gzip", "deflate")
 _ANY_HEADER = 32 + zlib.MAX_WBITS
 """zlib's code for a gzip header or a zlib header."""

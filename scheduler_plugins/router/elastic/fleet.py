@@ -69,7 +69,7 @@ def _member(engine: BackendEngine) -> Member:
 
 
 def _cannot(engine: BackendEngine) -> str:
-    """Why an engine never gets a role that it may have; empty: it can have all, or it is not known yet."""
+    """Why an engine cannot take a role that the settings allow it; empty: it can take all, or its roles are unknown."""
     place = engine.role_state.place
     lacking = sorted(place.may - engine.able - {engine.role})
     sglang = engine.kind is Kind.SGLANG

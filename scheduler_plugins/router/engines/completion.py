@@ -58,8 +58,8 @@ _ERROR = msgspec.json.Decoder(_Error)
 
 
 async def status_of(status: int, kind: str, content: bytes, *, completes: bool) -> int:
-    """Check an answer of status 2xx that is not streamed. Returns its real status: that of the error inside, if the
-    client's request is wrong.
+    """Check an answer of status 2xx that is not streamed. Returns its real status: if the body is an
+    error about the client's request, that error's status.
 
     Args:
         kind: its `Content-Type`.
@@ -90,7 +90,7 @@ async def status_of(status: int, kind: str, content: bytes, *, completes: bool) 
 
 
 def good_events(events: bytes, *, completes: bool) -> bytes:
-    """The complete server-sent events before the first one that is none; all of them if each is one.
+    """The complete server-sent events up to the first malformed one.
 
     Args:
         completes: whether each must be an event of a completion. Otherwise its data can be any JSON object.

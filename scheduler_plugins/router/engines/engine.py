@@ -77,7 +77,7 @@ class BackendEngine(Loaded):
     context_tokens: int = 0
     """Most tokens of a prompt and its answer together, by its last report; 0: not reported."""
     handover_known: bool = False
-    """Whether the engine has told, since it came up, if it hands KV over."""
+    """Whether the engine has reported since its start if it hands KV over."""
     switches: bool = False
     """Whether the engine is an SGLang engine that changes its side on request (`--enable-pd-role-switch`)."""
     bootstrap_port: int | None = None

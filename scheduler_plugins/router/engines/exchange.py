@@ -168,8 +168,8 @@ class Exchange:
     def _is_lost(self, now: float, silent_s: float) -> bool:
         """Whether the engine will not go on with this answer: it takes no requests, and nothing moves there.
 
-        An engine that computes a prompt, or an answer that is not streamed, is silent while it drains, too. If that is
-        all that is known, the answer is asked for elsewhere; if it cannot be, the engine has `drain_timeout_s`.
+        A draining engine is also silent while it computes a prompt or an answer that is not streamed. Such a request is
+        sent to another engine. If there is no other engine, the draining engine has `drain_timeout_s`.
         """
         engine, progress = self.engine, self._progress
         ended = engine.ended != self._ended_before
@@ -226,7 +226,7 @@ async def exchange(
     first byte, `companion` is checked as well.
 
     Args:
-        elsewhere: tells whether nothing is lost if the engine is given up, because another one can answer.
+        elsewhere: whether another engine can answer, so that nothing is lost if this engine is given up.
         expected_s: predicted time to the first byte; 0: not known.
 
     Raises:

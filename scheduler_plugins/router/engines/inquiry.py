@@ -37,7 +37,7 @@ from scheduler_plugins.router.prompt import body, transfer
 from scheduler_plugins.router.settings.config import RouterConfig
 
 PROBE_S = 30.0
-"""Longest wait for what an engine tells once per start. A busy engine answers between two steps, and a prefill step can
+"""Longest wait for facts that are read once per engine start. A busy engine answers between two steps, and a prefill step can
 take seconds."""
 VERSION = "/version"
 """vLLM's page with its version."""
@@ -266,7 +266,7 @@ async def addresses_of(
     """The address of each data-parallel rank behind the engine's URL; empty if the engine hands nothing over.
 
     Raises:
-        EngineFailedError: the engine did not answer, or another rank answered than the one asked.
+        EngineFailedError: the engine did not answer, or a different rank answered.
     """
     if ranks < 2:
         address = await _address_of(ask, headers, model)

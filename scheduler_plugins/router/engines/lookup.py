@@ -32,7 +32,7 @@ class Names(AbstractResolver):
         self._failing: set[str] = set()  # hosts whose lookup fails
 
     async def addresses(self, host: str, port: int) -> list[AddrInfoType]:
-        """The addresses of a host. Raises OSError: the name is gone, or nobody has ever told its addresses."""
+        """The addresses of a host. Raises OSError: the name is gone, or it has never been resolved."""
         if numeric := _numeric(host, port):
             return numeric
         key, now_s = (host, port), asyncio.get_running_loop().time()

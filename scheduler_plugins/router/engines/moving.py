@@ -124,7 +124,7 @@ class Mover:
                 await asyncio.sleep(REFUSED_S)
                 await self._idle(engine, until_s, place)
         except EngineFailedError as failure:
-            # The engine may have switched all the same: its own word decides.
+            # The engine may have switched despite the error: ask it for its side.
             if await self._side(engine) != role:
                 raise MoveFailedError("switch", str(failure)) from None
         else:

@@ -101,7 +101,7 @@ class NamedEngines:
             except OSError as error:
                 complain(f"{url}: the name cannot be resolved: {error.strerror or error}")
             except Exception as error:
-                # Keep following: the router would never again hear of new engines.
+                # Keep following; otherwise the router would never learn of new engines.
                 logger.exception("%s cannot be followed", url)
                 complain(f"{url}: {error!r}")
             await asyncio.sleep(MEMBERS_S)

@@ -21,7 +21,7 @@ _LENGTHS = {"arrived": 3, "prefilled": 3, "answered": 3, "refused": 0, "overflow
 
 
 class Observer(Protocol):
-    """The calls that note requests: those of `History`, and `overflowed`."""
+    """The calls that note requests: the calls of `History`, and `overflowed`."""
 
     def arrived(
         self, now_s: float, group: str, tokens: int, ttft_slo_s: float, tpot_slo_s: float
@@ -74,7 +74,7 @@ class SharedHistory(History):
         self._noted(now_s, ("overflowed", group, ()))
 
     def heard(self, events: Iterable[Event], now_s: float, groups: frozenset[str]) -> None:
-        """Another router tells its events. They are not told on."""
+        """Note the events of another router. They are not sent on to further routers."""
         before, self.listened = self.listened, False
         try:
             note(self, events, now_s, groups)

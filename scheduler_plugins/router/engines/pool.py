@@ -232,7 +232,7 @@ class EnginePool(Pool):
         return self._watches[engine].ask
 
     def look_again(self, engine: BackendEngine) -> None:
-        """The engine may be on another side than is known: ask it."""
+        """Ask the engine for its side, which may have changed."""
         if engine in self._watches:
             self._watches[engine].identify_again()
 

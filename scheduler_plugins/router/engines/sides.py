@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The side that an SGLang engine is on, beside the side that it should be on.
 
-Its own word counts for requests: it cannot serve the other side. If the sides differ, the router has it switched, or
+Requests follow the side it reports: it cannot serve the other side. If the sides differ, the router has it switched, or
 says what is in the way.
 """
 
@@ -21,7 +21,7 @@ _SIDES = (Role.PREFILL, Role.DECODE)
 def settle(
     engine: BackendEngine, facts: SglangFacts | None, moving: Moving | None, now_s: float
 ) -> None:
-    """Use the engine on the side that it tells, and note the side that it should be switched to.
+    """Use the engine on the side that it reports, and note the side that it should be switched to.
 
     It is switched if its entry in the settings has been edited, if it is pinned, if it was on that side until it was
     started again, or if a role policy may move it. A side to which another program has switched it stays.
@@ -106,7 +106,7 @@ def _switched_by_others(engine: BackendEngine, side: Role, wish: Role) -> str:
 
 
 def _untold(engine: BackendEngine, started: str) -> str:
-    """The engine tells only the side of its start."""
+    """The engine reports only the side of its start."""
     if engine.role_state.switch_to or started == _side(engine.role):
         return ""
     return (

@@ -85,7 +85,7 @@ class Traffic(NamedTuple):
 
 
 def kv_lines(raw: bytes) -> str:
-    """The few lines of an engine's `/metrics` that tell of KV. vLLM has thousands of others, which would be slow to
+    """The few lines of an engine's `/metrics` about KV. vLLM has thousands of other lines, which would be slow to
     parse."""
     return b"\n".join(line for line in raw.split(b"\n") if line.startswith(_WANTED)).decode(
         "utf-8", "replace"
@@ -113,7 +113,7 @@ def read(metrics: str, now_s: float) -> Reading:
 def _with(
     producer: FromProducer, name: str, labels: Mapping[str, str], value: float
 ) -> FromProducer:
-    """What is known of a producer, with one more sample of the decode engine's."""
+    """The record of a producer, updated by one sample of the decode engine."""
     match name:
         case "pair_bytes":
             codec = labels.get("codec", "")

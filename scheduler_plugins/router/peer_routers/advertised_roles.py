@@ -35,7 +35,7 @@ class AdvertisedRole(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdvertisedRoles:
-    """What this router tells of the roles in its pool, and what it makes of its fellows' words."""
+    """The roles that this router advertises for its pool, and its use of the roles that other routers advertise."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
@@ -74,7 +74,7 @@ class AdvertisedRoles:
             self._note_move(url, router, None)
 
     def forget(self, peers: Collection[str]) -> None:
-        """Only these fellows are heard now. A move of another one has ended somehow: the engine is asked."""
+        """Keep only these peers. If a router that was moving an engine is gone, ask that engine for its role."""
         for url, router in list(self._moved_by.items()):
             if router not in peers:
                 self._note_move(url, router, None)

@@ -26,7 +26,7 @@ MAX_UNCACHED = 32_768
 """With more tokens to compute, a request that is not interactive goes to a `cpu_prefill` engine. Used while the costs of
 prefill are not known. If they are known, a prompt is long if the chosen engine would compute it for `LONG_S`."""
 LONG_S = ASSUMED_TTFT_S
-"""A prompt behind one that takes this long breaks a usual promise."""
+"""A prefill of this length makes the prompt behind it miss a usual TTFT SLO."""
 
 
 class Length(Policy):

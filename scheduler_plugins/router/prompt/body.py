@@ -51,7 +51,7 @@ ONLY_VLLM = (GENERATE, *RENDERERS)
 """Endpoints that only vLLM has (`--enable-scale-out`)."""
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
-"""Fields that tell an engine where to fetch KV and encoder outputs. Clients must not set them."""
+"""Fields with the address from which an engine fetches KV and encoder outputs. Clients must not set them."""
 SAMPLING = "sampling_params"
 POOL = "pool"
 """The only part of `kv_transfer_params` that clients may set: their wishes about the KV pool (docs/pool.md)."""

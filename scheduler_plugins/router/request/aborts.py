@@ -35,7 +35,7 @@ PAUSED_S = 1.0
 async def is_wanted_abort(
     engine: BackendEngine, shared: Shared, headers: Mapping[str, str]
 ) -> bool:
-    """Whether an engine that has just ended an answer early was told to do so. False if that is unknown: then another
+    """Whether a client asked for the abort that has just ended an answer. False if that is unknown: then another
     engine answers, and nothing is lost.
 
     Args:

@@ -35,8 +35,7 @@ from scheduler_plugins.router.request.client_request import ParsedRequest
 from scheduler_plugins.router.request.pace import Pace
 from scheduler_plugins.router.request.request_events import RequestEvents
 from scheduler_plugins.router.request.responder import Responder
-from scheduler_plugins.router.request.resume import StreamRecord
-from scheduler_plugins.router.request.resume_tokens import TokenRecord
+from scheduler_plugins.router.request.resume import AnswerRecord
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.routing.attempt import Attempt
 from scheduler_plugins.router.routing.candidates import Candidates
@@ -54,7 +53,7 @@ class Dispatch:
         parsed: ParsedRequest,
         candidates: Candidates,
         responder: Responder,
-        record: StreamRecord | TokenRecord | None,
+        record: AnswerRecord | None,
         spans: Trace,
         noticed: RequestEvents,
     ) -> None:

@@ -10,8 +10,7 @@ from time import monotonic
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.kinds import Kind
-from scheduler_plugins.router.request.resume import StreamRecord
-from scheduler_plugins.router.request.resume_tokens import TokenRecord
+from scheduler_plugins.router.request.resume import AnswerRecord
 
 _USAGE_NAME = b'"completion_tokens"'
 _USAGE = re.compile(_USAGE_NAME + rb"\s*:\s*(\d{1,9})")
@@ -26,7 +25,7 @@ class Pace:
     def __init__(
         self,
         engine: BackendEngine,
-        record: StreamRecord | TokenRecord | None,
+        record: AnswerRecord | None,
         learnt: Callable[[BackendEngine, StepLoad, float], None],
     ) -> None:
         """Nothing has come yet.

@@ -38,8 +38,7 @@ from scheduler_plugins.router.handoff.prefill import PrefillCopy
 from scheduler_plugins.router.handoff.usage import DETAILS
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.request.pace import Pace
-from scheduler_plugins.router.request.resume import StreamRecord
-from scheduler_plugins.router.request.resume_tokens import TokenRecord
+from scheduler_plugins.router.request.resume import AnswerRecord
 
 
 class Responder:
@@ -47,7 +46,7 @@ class Responder:
 
     Args:
         arrived: when the request came, on the event loop's clock.
-        wanted_abort: tells whether an engine that ended an answer early was told to do so (`aborts.py`).
+        wanted_abort: returns whether a client asked for the abort that ended an answer (`aborts.py`).
         completes: whether the answer is a completion: a stream of it ends with `[DONE]`.
         streams: whether the client wants a stream.
     """
@@ -67,7 +66,10 @@ class Responder:
         self._wanted_abort = wanted_abort
         self.whole = False
         """Whether the client got all events of a stream, including the end mark."""
-        self._withheld, self._said = b"", False  # an abort and what came with it; a word has come
+        self._withheld, self._said = (
+            b"",
+            False,
+        )  # an abort and the events with it; whether text has come
         self._aborts_pass = not completes
         self._completes = completes
         self._client = client
@@ -85,7 +87,7 @@ class Responder:
         answer: Exchange,
         flow: str,
         copy: PrefillCopy | None = None,
-        record: StreamRecord | TokenRecord | None = None,
+        record: AnswerRecord | None = None,
         served: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
     ) -> tuple[web.StreamResponse, str]:
@@ -252,7 +254,7 @@ class Responder:
         return await self._client.finish()
 
     def _noted(
-        self, events: bytes, record: StreamRecord | TokenRecord | None
+        self, events: bytes, record: AnswerRecord | None
     ) -> tuple[bytes, EngineFailedError | None]:
         """The events for the client, and the failure if the stream ended before the answer was complete."""
         failed: EngineFailedError | None = None
@@ -271,12 +273,12 @@ class Responder:
         return (events if record is None else record.feed(events)), failed
 
     async def _go_on_after(self, failed: EngineFailedError, stream: EngineStream) -> None:
-        """Pass on what was withheld if the abort was wanted. Otherwise raises `failed`."""
+        """If a client asked for the abort, send the withheld events. Otherwise raise `failed`."""
         await self._client.write(await self._unless_wanted(failed, stream))
         self.whole = stream.cutter.finished
 
     async def _unless_wanted(self, failed: EngineFailedError, stream: EngineStream) -> bytes:
-        """The withheld events if the abort was wanted. Otherwise raises `failed`."""
+        """The withheld events, if a client asked for the abort. Otherwise raises `failed`."""
         if failed.cause != "aborted" or not await self._wanted_abort(stream.answer.engine):
             raise failed
         self._aborts_pass = True
@@ -317,7 +319,7 @@ class EngineStream:
 
     answer: Exchange
     copy: PrefillCopy | None
-    record: StreamRecord | TokenRecord | None
+    record: AnswerRecord | None
     pace: Pace | None
     cutter: EventCutter = field(default_factory=EventCutter)
     patch: FirstTokenPatch | None = None

@@ -13,7 +13,7 @@ from scheduler_plugins.router.handoff.prompt_ids import text_of
 from scheduler_plugins.router.prompt.body import GENERATE
 from scheduler_plugins.router.prompt.transfer import why_not_disaggregated
 from scheduler_plugins.router.request.client_request import ParsedRequest
-from scheduler_plugins.router.request.resume import UNFINISHED_CHARACTER, StreamRecord
+from scheduler_plugins.router.request.resume import UNFINISHED_CHARACTER, AnswerRecord, StreamRecord
 from scheduler_plugins.router.request.resume_tokens import TokenRecord
 from scheduler_plugins.router.request.shared import Shared
 
@@ -42,7 +42,7 @@ _LOGPROBS = ("logprobs", "top_logprobs", "logprob_token_ids")
 _ZERO_IS_ASKED_FOR = ("seed", "logprobs")
 
 
-def record_of(parsed: ParsedRequest) -> StreamRecord | TokenRecord | None:
+def record_of(parsed: ParsedRequest) -> AnswerRecord | None:
     """Notes the sent part of the request's stream; None if no other engine can go on with it."""
     ids = parsed.path == GENERATE and parsed.body.get("output_mode") != "text"
     if parsed.one_engine or not resumable(parsed.fields, but=_LOGPROBS if ids else ()):
@@ -74,7 +74,7 @@ MOST_PARTS = 3
 
 
 async def cut_to_whole_characters(
-    record: StreamRecord | TokenRecord,
+    record: AnswerRecord,
     engine: BackendEngine,
     shared: Shared,
     headers: Mapping[str, str],

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -48,41 +49,86 @@ _ONLY_IN_CHATS = frozenset(
 )
 
 
-class StreamRecord:
-    """The part of a stream that the client got, and all that another engine needs to go on."""
+class AnswerRecord(ABC):
+    """The part of an answer's stream that the client got, and all that another engine needs to go on."""
 
-    def __init__(self, body: Mapping[str, Any], path: str) -> None:
-        """`body`: the client's body; the request is `resumable` (`resumable.py`)."""
-        self._body = dict(body)
-        self._chat = path == CHAT
-        self._text_mark = b'"content":"' if self._chat else b'"text":"'
-        self._shows_ids = bool(body.get("return_token_ids"))
-        self._prompt: bytes | None = None  # raw; parsed only if the stream breaks off
+    asks: ClassVar[Mapping[str, Any]] = {}
+    """Fields to add to the request, so that the engine's events have token ids."""
+
+    def __init__(self) -> None:
         self._sent: list[int] = []
-        self._unsettled: list[int] = []
-        self._first: dict[str, Any] = {}
-        self._lost = False
-        self._garbled = False  # the text ends with the mark for half a character
-        self._several = False  # the last piece of text came with several tokens
-        self._finished = False
-        self._usage_sent = False
+        self._first: dict[str, Any] = {}  # fields that all events of the first engine share
+        self._finished = self._usage_sent = False
         self._before = 0  # tokens that came before the current engine
         self.context_tokens = 0
         """Context length of the first engine (prompt and answer together); 0: not known."""
         self.resumed = 0
         """How often the stream went on elsewhere."""
 
-    @property
-    def asks(self) -> dict[str, Any]:
-        """Fields to add to the request, so the engine returns token ids."""
-        return {"return_token_ids": True}
-
+    @abstractmethod
     def feed(self, events: bytes) -> bytes:
         """Note complete events of the engine. Returns the events for the client.
 
         Raises:
-            EngineFailedError: an engine that goes on with a stream sends something that is not a completion.
+            EngineFailedError: the engine sends something that is not an event of such an answer.
         """
+
+    @abstractmethod
+    def next_body(self) -> dict[str, Any] | None:
+        """The request for what follows the sent part; None if too little is known."""
+
+    @abstractmethod
+    def ending(self) -> bytes | None:
+        """The events that an engine still owed if it was lost after its last token; None if it owed tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer that have come."""
+        return len(self._sent)
+
+    @property
+    def advanced(self) -> bool:
+        """Whether tokens have come from the current engine."""
+        return self.tokens > self._before
+
+    @property
+    def tail(self) -> list[int]:
+        """The last tokens, if some of them may belong to half a character; else empty."""
+        return []
+
+    def keep_back(self, parts: int) -> None:  # noqa: B027 - without a `tail`, nothing is kept back
+        """The last `parts` tokens belong to half a character, so they are generated again."""
+
+    def resume(self) -> None:
+        """From now on, events come from another engine that was sent `next_body`."""
+        self._before = len(self._sent)
+        self.resumed += 1
+
+    def _usage_event(self, prompt_tokens: int) -> dict[str, Any]:
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": self.tokens}
+        usage["total_tokens"] = prompt_tokens + self.tokens
+        return {**self._first, "choices": [], "usage": usage}
+
+
+class StreamRecord(AnswerRecord):
+    """The record of a completion's or a chat's stream."""
+
+    asks: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
+
+    def __init__(self, body: Mapping[str, Any], path: str) -> None:
+        """`body`: the client's body; the request is `resumable` (`resumable.py`)."""
+        super().__init__()
+        self._body = dict(body)
+        self._chat = path == CHAT
+        self._text_mark = b'"content":"' if self._chat else b'"text":"'
+        self._shows_ids = bool(body.get("return_token_ids"))
+        self._prompt: bytes | None = None  # raw; parsed only if the stream breaks off
+        self._unsettled: list[int] = []
+        self._lost = False
+        self._garbled = False  # the text ends with the mark for half a character
+        self._several = False  # the last piece of text came with several tokens
+
+    def feed(self, events: bytes) -> bytes:
         try:
             alone = events.find(_END) == len(events) - len(_END)
             if alone and (bare := self._plain(events)) is not None:
@@ -126,25 +172,18 @@ class StreamRecord:
         return len(self._sent) + len(self._unsettled)
 
     @property
-    def advanced(self) -> bool:
-        """Whether tokens have come from the current engine."""
-        return self.tokens > self._before
-
-    @property
     def tail(self) -> list[int]:
         """The last tokens, if some of them may belong to half a character; else empty. An engine that sends several
         tokens together holds back the text of an incomplete character."""
         return self._sent[-_TAIL:] if self._several else []
 
     def keep_back(self, parts: int) -> None:
-        """The last `parts` tokens belong to half a character, so they are generated again."""
         if parts:
             self._unsettled = [*self._sent[-parts:], *self._unsettled]
             del self._sent[-parts:]
         self._several = False
 
     def ending(self) -> bytes | None:
-        """The events that an engine still owed if it was lost after its last token; None if it owed tokens."""
         whole = self._most is not None and len(self._sent) >= self._most
         if not self._first or not (self._finished or whole):
             return None
@@ -157,9 +196,7 @@ class StreamRecord:
             prompt = _ids(self._prompt) if self._prompt is not None else None
             if prompt is None or self._lost:
                 return None
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": self.tokens}
-            usage["total_tokens"] = len(prompt) + self.tokens
-            events.append({**self._first, "choices": [], "usage": usage})
+            events.append(self._usage_event(len(prompt)))
         data = (json.dumps(event, separators=(",", ":")) for event in events)
         return "".join(f"data: {item}\n\n" for item in (*data, "[DONE]")).encode()
 
@@ -179,11 +216,9 @@ class StreamRecord:
         return most
 
     def resume(self) -> None:
-        """From now on, events come from another engine that was sent `next_body`."""
+        super().resume()
         self._unsettled = []
         self._several = False
-        self._before = len(self._sent)
-        self.resumed += 1
 
     def _plain(self, event: bytes) -> bytes | None:
         """As `_noted`, for an event with only tokens and text; None if the event may have more.

@@ -14,7 +14,7 @@ import msgspec
 
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.prompt.body import SAMPLING
-from scheduler_plugins.router.request.resume import UNFINISHED_CHARACTER
+from scheduler_plugins.router.request.resume import UNFINISHED_CHARACTER, AnswerRecord
 
 _DATA, _END = b"data: ", b"\n\n"
 _OF_THE_WHOLE = ("routed_experts", "weight_versions")
@@ -37,30 +37,17 @@ class _Event(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Event)
 
 
-class TokenRecord:
-    """The part of a stream of token ids that the client got; as `StreamRecord`."""
-
-    asks: Mapping[str, Any] = {}
-    """Nothing more is asked for: events have token ids anyway."""
+class TokenRecord(AnswerRecord):
+    """The record of a stream of token ids. The client has all ids, so none is generated again."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         """`body`: the client's body; the request is `resumable`."""
+        super().__init__()
         self._body = body
         self._text = body.get("output_mode") == "text"
-        self._sent: list[int] = []
-        self._first: dict[str, Any] = {}
         self._cut = False  # the client's part does not end where another engine can begin
-        self._finished = self._usage_sent = False
-        self._before = 0  # tokens that came before the current engine
-        self.context_tokens = 0
-        self.resumed = 0
 
     def feed(self, events: bytes) -> bytes:
-        """Note complete events of the engine. Returns the events for the client.
-
-        Raises:
-            EngineFailedError: the engine sends something else than this endpoint's events.
-        """
         try:
             return _END.join(map(self._noted, events.split(_END)))
         except (ValueError, TypeError, LookupError, RecursionError) as error:
@@ -70,7 +57,6 @@ class TokenRecord:
             ) from None
 
     def next_body(self) -> dict[str, Any] | None:
-        """The request for the tokens after the sent part; None if too little is known."""
         most = self._most
         if self._finished or self._cut or not self._first or most is None:
             return None
@@ -80,26 +66,7 @@ class TokenRecord:
         ids = [*self._body["token_ids"], *self._sent]
         return {**self._body, "token_ids": ids, SAMPLING: sampling}
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the answer that have come."""
-        return len(self._sent)
-
-    @property
-    def advanced(self) -> bool:
-        """Whether tokens have come from the current engine."""
-        return self.tokens > self._before
-
-    @property
-    def tail(self) -> list[int]:
-        """Empty: the client has all ids, so none can be generated again."""
-        return []
-
-    def keep_back(self, parts: int) -> None:
-        """Nothing is kept back, because `tail` is empty."""
-
     def ending(self) -> bytes | None:
-        """The events that an engine still owed if it was lost after its last token; None if it owed tokens."""
         whole = self._most is not None and len(self._sent) >= self._most
         if not self._first or self._cut or not (self._finished or whole):
             return None
@@ -109,17 +76,9 @@ class TokenRecord:
             said = {"text": ""} if self._text else {}
             events.append({**self._first, "choices": [{**choice, **said, "logprobs": None}]})
         if (self._body.get("stream_options") or {}).get("include_usage") and not self._usage_sent:
-            prompt, answer = len(self._body["token_ids"]), len(self._sent)
-            usage = {"prompt_tokens": prompt, "completion_tokens": answer}
-            usage["total_tokens"] = prompt + answer
-            events.append({**self._first, "choices": [], "usage": usage})
+            events.append(self._usage_event(len(self._body["token_ids"])))
         data = (*map(msgspec.json.encode, events), b"[DONE]")
         return b"".join(_DATA + item + _END for item in data)
-
-    def resume(self) -> None:
-        """From now on, events come from another engine that was sent `next_body`."""
-        self._before = len(self._sent)
-        self.resumed += 1
 
     @property
     def _most(self) -> int | None:

@@ -57,7 +57,7 @@ class RoleController:
     `fault` says what was wrong in the last call of `moves`.
 
     The caller carries out each move that `moves` returns, and then calls `done` or `failed`. Until then the engine is
-    moving. Times are those of any clock. A clock that jumps back delays moves by at most the dwell.
+    moving. Any clock can be used for times. If it jumps back, moves are delayed by at most the dwell.
     """
 
     def __init__(

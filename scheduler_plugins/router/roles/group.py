@@ -10,21 +10,18 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
+from scheduler_plugins.cost.closed import FILL, largest_batch, prompt_s, token_s
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S, Role
 from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move, RolePolicy
 from scheduler_plugins.router.roles.history import History, Seen
 
 PROMISE_S = 60.0
-"""Promises are those of the arrivals of this time."""
+"""SLOs are read from the arrivals within this time."""
 TOLD_S = 10.0
-"""Without known costs of decode, the time per token is that of answers which ended within this time."""
+"""If decode costs are unknown, the time per token comes from the answers that ended within this time."""
 LEAST_ANSWERS = 10
 """A mean length of fewer answers than this says little: answers of a longer time count then."""
-FILL = 0.9
-"""Part of the room for KV that sequences fill at the most. With more, sequences are preempted."""
-MOST_BATCH = 256.0
-"""The largest batch that counts if neither promise nor room bounds it: vLLM's default of `max_num_seqs`."""
 
 
 class Work(NamedTuple):
@@ -139,12 +136,9 @@ class Group:
         # Hits and answers are known when requests end, prompts when they arrive.
         uncached = min(prompt, longer.uncached / longer.prefills)
         spread = longer.squares * longer.prefills / max(1.0, longer.uncached) ** 2
-        # Short prompts share the steps of a busy engine.
-        steps = uncached / costs.chunk_tokens if costs.chunk_tokens else 1.0
-        prefill_s = costs.c * steps + costs.a * uncached + costs.b * spread * uncached**2
         ended = seen if seen.answers >= LEAST_ANSWERS else longer
         answer = ended.answered / ended.answers
-        return Work(prefill_s, answer * self.token_s(prompt + answer / 2))
+        return Work(prompt_s(costs, uncached, spread), answer * self.token_s(prompt + answer / 2))
 
     def decoding(self) -> float:
         """Decode engines that the sequences of now keep busy, those included that wait for room."""
@@ -157,16 +151,12 @@ class Group:
 
     def token_s(self, context: float) -> float:
         """Seconds of one engine for one token, at the largest batch. `context`: mean tokens of a sequence."""
-        batch = self.largest_batch(context)
-        return (self.costs.d0 + (self.costs.d1 + self.costs.d2 * context) * batch) / batch
+        return token_s(self.costs, context, self.largest_batch(context))
 
     def largest_batch(self, context: float) -> float:
         """The largest batch of an engine that keeps promise and room, with `context` tokens a sequence."""
-        costs, (_, tpot_s) = self.costs, self.promises
-        batch = min(MOST_BATCH, self._room / max(1.0, context))
-        if each_s := costs.d1 + costs.d2 * context:
-            batch = min(batch, (tpot_s - costs.d0) / each_s)
-        return max(1.0, batch)
+        _, tpot_s = self.promises
+        return largest_batch(self.costs, context, tpot_s=tpot_s, room_tokens=self._room)
 
     @cached_property
     def _room(self) -> float:

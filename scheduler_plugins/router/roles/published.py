@@ -42,7 +42,7 @@ def _free(member: Member, p: float, d: float) -> bool:
 
 
 MIX_S = (60.0, 180.0, 600.0)
-"""The mix of requests is that of the first of these times with `ENOUGH` answers."""
+"""Windows, tried in order: the first one with `ENOUGH` answers gives the mix of requests."""
 ENOUGH = 200
 GAIN = 0.15
 """A move must lower the utilisation of the fuller side by this part."""

@@ -21,7 +21,7 @@ class UnavailableError(Exception):
     """
 
     def __init__(self, engines: list[tuple[BackendEngine, str, str]]) -> None:
-        """`engines`: each with its cause, one word, and its reason, a text."""
+        """`engines`: each with its cause (a label) and its reason (a text)."""
         tried = "; ".join(f"{e.url} ({e.role}): {reason}" for e, _, reason in engines)
         super().__init__(f"no engine could serve the request: {tried}")
         counted = Counter((str(engine.role), cause) for engine, cause, _ in engines)

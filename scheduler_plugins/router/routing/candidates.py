@@ -51,7 +51,7 @@ class Candidates:
         self._attempts = attempts
         self._failed: dict[BackendEngine, EngineFailedError] = {}
         self._starts: dict[BackendEngine, int] = {}
-        """The starts of these engines when they failed. Restarted, they can be asked again."""
+        """Start number of each engine when it failed. After a restart it can be tried again."""
         self._pairing = Pairing(fields, endpoint=path if path in ONE_ENGINE else "")
         self._model = fields.get("model")
         self._only_vllm = path if path in ONLY_VLLM else ""
@@ -346,7 +346,7 @@ class Pairing:
         """As `able_engines`, with prefill engines and pairs that have failed less than `failures` times."""
         if self._endpoint:
             decode = [engine for engine in decode if self._answers_alone(engine)]
-        # If no context is long enough, any engine can tell the client.
+        # If no context is long enough, any engine can refuse the request.
         decode = [engine for engine in decode if self._fits(engine)] or decode
         groups: dict[tuple[BackendEngine, ...], AbleEngines] = {}
         for engine in decode:

@@ -54,7 +54,7 @@ class Fallback(Policy):
                 if limited.took_s > SLOW_S:
                     self._note("slow", slow_text(limited.took_s), now_s)
                 return decision
-            cause = "paused"  # its fault was told when the pause began
+            cause = "paused"  # its fault was logged when the pause began
         except (Exception, LateError) as error:
             cause = cause_of(error)
             self._note(cause, f"failed: {text_of(error)}", now_s, raised_by(error))

@@ -74,7 +74,7 @@ class HostStore:
     """
 
     def __init__(self, name: str, places: Mapping[str, StorePlace]) -> None:
-        """`places`: those of the engines that may use these chunks, by the engines' names."""
+        """`places`: by engine name, for each engine that may use these chunks."""
         self.name = name
         self._places = places
         self._place = next(iter(places.values()))

@@ -16,7 +16,7 @@ from scheduler_plugins.router.roles.registry import ROLES
 CLIENT_KEY_VARIABLE = "PD_ROUTER_CLIENT_KEY"
 API_KEY_VARIABLE = "PD_ROUTER_API_KEY"
 
-# By group, as in docs/router.md: each option's name, the word for its value, and its meaning.
+# By group, as in docs/router.md: each option's name, its metavar and its meaning.
 OPTIONS = {
     "engines": (
         ("prefill", "URL", "base URLs of the prefill engines"),

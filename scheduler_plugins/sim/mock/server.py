@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -21,9 +20,9 @@ from pd_connector.protocol.wire.params import (
     response,
 )
 from pd_connector.protocol.wire.peers import Peer, Source
-from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.queue.prefix_index import FixedCosts
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.router.server import cannot_listen
 from scheduler_plugins.sim.engine import SimulatedEngine
@@ -56,11 +55,6 @@ def _most_tokens(body: Mapping[str, Any]) -> int:
     return int(most or _DEFAULT_MAX_TOKENS)
 
 
-@dataclass(frozen=True)
-class _Model:
-    model: CostModel
-
-
 class MockEngine:
     """vLLM's HTTP in front of a `ClockedEngine`. With `kv_transfer_params` it prefills or decodes for another engine,
     like an engine with PDConnector. A decode engine asks the prefill engine's `/mock/kv/ID` when the KV is ready, and
@@ -77,7 +71,7 @@ class MockEngine:
             create(settings.order),
             self.cache.hashes,
             page_size=settings.block_tokens,
-            costs=_Model(settings.costs),
+            costs=FixedCosts(settings.costs),
         )
         self._engine = SimulatedEngine(
             queue,

@@ -37,7 +37,7 @@ class Moved:
         self._counts: Counter[str] = Counter({"received_transfers_total{": 0})
 
     def sent(self, tokens: int, *, early: bool) -> None:
-        """A decode engine was told that the KV of a prompt is computed. `early`: it asked before that."""
+        """Count a prompt whose KV was offered to a decode engine. `early`: the engine asked before it was computed."""
         chunks = -(-tokens // CHUNK_TOKENS)
         self._counts["sent_chunks_total{"] += chunks
         # The last chunk of a prompt leaves when the prompt is computed.

@@ -82,9 +82,9 @@ def test_an_answer_of_which_the_descriptor_does_not_tell_is_found_a_moment_later
     standing.miss()
     assert not sessions.urgent
     assert sessions.ready() == [], "nobody would know"
-    sessions.look_for_answers(NOW)
+    sessions.read_answers(NOW)
     assert not sessions.urgent, "most answers come by themselves"
-    sessions.look_for_answers(sessions.answers_due)
+    sessions.read_answers(sessions.answers_due)
     assert sessions.urgent
     assert sessions.ready() == [standing.session]
     assert sessions.received(standing.session) == [b"answer"]
@@ -109,7 +109,7 @@ def test_who_has_answered_is_looked_at_no_more(standing: Standing) -> None:
 def test_who_is_silent_is_looked_at_when_its_session_ends(standing: Standing) -> None:
     sessions, session = standing.sessions, standing.session
     standing.ask(NOW)
-    sessions.look_for_answers(sessions.answers_due)
+    sessions.read_answers(sessions.answers_due)
     assert sessions.due(session.deadline - 0.1) == []
     assert sessions.due(session.deadline) == [session]
 

@@ -53,19 +53,19 @@ def act(store: LocalStore, action: str) -> None:
         store.remove(OLD[-1:])
     elif action == "copy":
         with contextlib.suppress(CatalogError):  # as the keeper's thread does: it tries again
-            store.keeper.copy(OLD[0], 1)
-            store.keeper.copy(OLD[0], 0)
+            store.maintenance.copy(OLD[0], 1)
+            store.maintenance.copy(OLD[0], 0)
     elif action == "cancel":
         writing = store.begin(NEW[0], parent=b"", part="r0", parts=1, nbytes=NBYTES)
         if not isinstance(writing, Refusal):
             writing.cancel()
     elif action == "sweep":
         with contextlib.suppress(CatalogError):
-            store.keeper.sweep()
+            store.maintenance.sweep()
     else:
         assert action == "rebuild the catalog"
         with contextlib.suppress(CatalogError):
-            store.keeper.rebuild_books("a test wants it")
+            store.maintenance.rebuild_catalog("a test wants it")
 
 
 def child(folder: Path, action: str, number: int, line: int) -> None:

@@ -26,8 +26,8 @@ def reading(open_store: Open, tmp_path: Path) -> tuple[LocalReading, bytes]:
     store = open_store(disk=64 << 20)
     (key,) = chain("a", 1)
     save(store, [key], nbytes=NBYTES)
-    store.keeper.stop()  # its thread opens files, too
-    assert store.keeper.copy(key, DISK_TIER)
+    store.maintenance.stop()  # its thread opens files, too
+    assert store.maintenance.copy(key, DISK_TIER)
     folder = store._tier_storage.folders[DISK_TIER]
     entry = folder.entry(key)
     assert entry

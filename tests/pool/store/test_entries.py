@@ -28,7 +28,7 @@ def test_a_chunk_whose_entry_was_altered_is_found_again(
 ) -> None:
     """The catalog says what the entry was. Until stock is taken, the chunk's files keep their room."""
     store, (key,) = open_store(), chain("a", 1)
-    store.keeper.stop()  # it could hold the catalog while this test looks into them
+    store.maintenance.stop()  # it could hold the catalog while this test looks into them
     assert save(store, [key]) == 1
     path = folder / "pool" / "v1" / "index" / key.hex()
     other = str(path.readlink()).replace(":", ":1") if entry == "of other sizes" else entry
@@ -76,7 +76,7 @@ def test_an_entry_that_lies_about_its_bytes_is_not_counted_with(
 ) -> None:
     """Engines divide by the bytes of what they load, and multiply them by a time."""
     store, (key,) = open_store(), chain("a", 1)
-    store.keeper.stop()  # it could take stock meanwhile
+    store.maintenance.stop()  # it could take stock meanwhile
     assert save(store, [key]) == 1
     path = folder / "pool" / "v1" / "index" / key.hex()
     other = str(path.readlink()).replace("|10000|", f"|{nbytes}|")
@@ -97,7 +97,7 @@ def test_an_engine_starts_although_an_entry_cannot_be_made(open_store: Open, fol
     for one in (key, others[0]):
         (index / one.hex()).unlink()
     (index / key.hex()).mkdir()
-    store.keeper.stop()
+    store.maintenance.stop()
     with store._catalog.transaction(wait_s=10) as catalog:
         catalog.execute("DELETE FROM counters WHERE name LIKE 'stock_taken%'")
     store._catalog.damaged = "a test wants it"
@@ -123,7 +123,7 @@ def test_an_evicted_chunk_whose_row_says_nonsense_leaves_nothing(open_store: Ope
 def test_a_chunk_whose_row_was_altered_is_kept_as_its_entry_says(open_store: Open) -> None:
     """What the folders say holds. Its files were removed as those of the altered row, and its entry stayed."""
     store, (key,) = open_store(), chain("a", 1)
-    store.keeper.stop()
+    store.maintenance.stop()
     assert save(store, [key]) == 1
     with store._catalog.transaction(wait_s=10) as catalog:
         catalog.execute("UPDATE chunks SET entry = replace(entry, ':', ':1')")
@@ -137,7 +137,7 @@ def test_an_entry_that_is_made_while_its_chunk_is_removed_does_not_stay(
 ) -> None:
     """As another process makes it that takes stock: it still finds all files."""
     store, (key,) = open_store(), chain("a", 1)
-    store.keeper.stop()
+    store.maintenance.stop()
     assert save(store, [key]) == 1
     folder, discard = store._tier_storage.folders[0], Folder.discard
     entry = folder.entry(key)

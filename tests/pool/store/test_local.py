@@ -34,7 +34,7 @@ def refused(answer: object) -> Why:
 def has_caught_up(store: LocalStore) -> bool:
     """Whether chunks of the memory are on the disk, too; not known while the keeper holds the books."""
     with contextlib.suppress(CatalogError):
-        return not store.keeper.is_behind()
+        return not store.maintenance.is_behind()
     return False
 
 
@@ -118,7 +118,7 @@ def test_a_use_counts_although_another_thread_writes_others_down_meanwhile(
 ) -> None:
     """As a store's own does every quarter of a second."""
     store, real, writes = open_store(3 * CHARGE), tier_storage.touch, threading.Event()
-    store.keeper.stop()
+    store.maintenance.stop()
     used, unused, other = (chain(name, 1) for name in ("used", "unused", "other"))
     for keys in (used, unused, other):
         save(store, keys)
@@ -354,8 +354,8 @@ def test_a_journal_that_no_longer_reaches_back_begins_again(
         store.remove(chain(f"{number}", 1))
     store.remove(chain("a", 1))
     assert until(lambda: store.status().tiers[0].chunks == 0)
-    store.keeper.sweep()
-    store.keeper.sweep()
+    store.maintenance.sweep()
+    store.maintenance.sweep()
     save(store, chain("b", 1))
     assert store.journal(after).whole
     assert replayed(store, after, known)[0] == {chain("b", 1)[0]: "memory"}
@@ -409,7 +409,7 @@ def test_a_chunk_entered_while_books_are_made_anew_is_kept(
     real = Folder.enter
 
     def enter(self: Folder, *entry: object) -> None:
-        other.keeper.rebuild_books("a test wants it")
+        other.maintenance.rebuild_catalog("a test wants it")
         real(self, *entry)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Folder, "enter", enter)
@@ -417,6 +417,6 @@ def test_a_chunk_entered_while_books_are_made_anew_is_kept(
     monkeypatch.setattr(Folder, "enter", real)
     # Not before: a keeper's own sweep may come between the catalog and the entry.
     monkeypatch.setattr("pd_connector.pool.store.tier_maintenance.STALE_S", 0.0)
-    store.keeper.sweep()
+    store.maintenance.sweep()
     assert loads(store, key)
     assert store.status().writing == 0

@@ -22,7 +22,7 @@ from whole import problems, problems_now, sweep
 from pd_connector.errors import ConfigError, PoolError
 from pd_connector.pool.store import reconcile as reconciling
 from pd_connector.pool.store import tier_lock as claims
-from pd_connector.pool.store import tier_maintenance as keeper
+from pd_connector.pool.store import tier_maintenance as maintenance
 from pd_connector.pool.store.base import Refusal, Why
 from pd_connector.pool.store.catalog import CatalogError
 from pd_connector.pool.store.folder import Folder, charge_of
@@ -116,7 +116,7 @@ def test_what_a_store_cannot_write_down_as_it_closes_others_remove(open_store: O
 def test_look_ups_while_the_books_are_held_count_as_uses(open_store: Open) -> None:
     store, other = open_store(2 * CHARGE), open_store(2 * CHARGE)
     for each in (store, other):
-        each.keeper.stop()
+        each.maintenance.stop()
     for name in ("used", "unused"):
         save(store, chain(name, 1))
     with other._catalog.transaction(wait_s=10):
@@ -229,8 +229,8 @@ def test_values_of_another_type_or_meaning_make_new_books(open_store: Open, rott
         with contextlib.suppress(CatalogError, PoolError):
             reconciling.reconcile(store._tier_storage)
             store.journal(0)
-            store.keeper.is_behind()
-            store.keeper.sweep()
+            store.maintenance.is_behind()
+            store.maintenance.sweep()
         save(store, chain(next(names), 1))
         return store._catalog.name != before
 
@@ -311,7 +311,7 @@ def test_processes_whose_locks_were_removed_are_seen_again(
     """Others would take what they write for that of dead processes, and not hear what they tell."""
     stores = one, other = open_store(), open_store()
     for store in stores:
-        store.tell(store._tier_storage.alive.name.encode())
+        store.advertise(store._tier_storage.alive.name.encode())
     writers = folder / "pool" / "v1" / "writers"
     if removed == "a file":
         (writers / one._tier_storage.alive.name).unlink()
@@ -319,7 +319,7 @@ def test_processes_whose_locks_were_removed_are_seen_again(
         shutil.rmtree(writers)
     names = {store._tier_storage.alive.name for store in stores}
     for store in (*stores, open_store()):
-        assert until(lambda store=store: {told.decode() for told in store.told()} >= names)
+        assert until(lambda store=store: {told.decode() for told in store.advertised()} >= names)
     assert all(other._tier_storage.alive.is_alive(name) for name in names)
 
 
@@ -420,8 +420,8 @@ def test_a_pipe_among_the_processes_keeps_nobody_waiting(folder: Path) -> None:
     store = LocalStore(Space(folder / "pool", 1 << 26), visits=True)
     try:
         os.mkfifo(folder / "pool" / "v1" / "writers" / "1x1", 0o600)
-        store.tell(b"about")
-        assert store.told() == [b"about"]
+        store.advertise(b"about")
+        assert store.advertised() == [b"about"]
     finally:
         store.close()
 
@@ -509,7 +509,7 @@ def test_engines_of_a_host_name_one_disk_folder(folder: Path, tmp_path: Path) ->
         LocalStore(memory, two)
     LocalStore(memory, one).close()
     shutil.rmtree(one.path)
-    store.keeper.turn()
+    store.maintenance.turn()
     LocalStore(memory, one).close()
     with pytest.raises(ConfigError, match="already"):
         LocalStore(memory, two)
@@ -524,7 +524,7 @@ def test_books_of_another_disk_folder_are_made_again(folder: Path, tmp_path: Pat
     keys = chain("a", 3)
     save(store, keys)
     for key in keys:
-        until(partial(store.keeper.copy, key, 1), "a copy on the disk")
+        until(partial(store.maintenance.copy, key, 1), "a copy on the disk")
     store.close()
     store = LocalStore(memory, Space(tmp_path / "two", 1 << 26))
     try:
@@ -565,7 +565,7 @@ def test_what_a_reboot_leaves_on_the_disk_is_found_at_once(folder: Path, tmp_pat
     keys = chain("a", 3)
     save(store, keys)
     for key in keys:  # another thread may hold the catalog for longer than a copy waits
-        until(partial(store.keeper.copy, key, 1), "a copy on the disk")
+        until(partial(store.maintenance.copy, key, 1), "a copy on the disk")
     store.close()
     shutil.rmtree(folder / "pool")
     store = LocalStore(Space(folder / "pool", 1 << 26), disk)
@@ -590,10 +590,10 @@ def test_files_and_folders_are_this_users_alone(open_store: Open, folder: Path) 
 def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaking_fails_first(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_TAKES_STOCK_S", 0.1)
+    monkeypatch.setattr(maintenance, "_RECONCILE_LIMIT_S", 0.1)
     maker, other = open_store(), open_store()
     for store in (maker, other):
-        store.keeper.stop()  # its own stocktaking could meet the failure
+        store.maintenance.stop()  # its own stocktaking could meet the failure
     keys, failures = chain("a", 3), [CatalogError("the machine is busy")]
 
     def fill(*arguments: Any) -> None:
@@ -605,12 +605,14 @@ def test_what_is_published_while_books_are_made_anew_is_found_although_stocktaki
             raise failures.pop()
         reconciling.reconcile(store)
 
-    monkeypatch.setattr(keeper, "fill", fill)
-    monkeypatch.setattr(keeper, "reconcile", reconcile)
+    monkeypatch.setattr(maintenance, "fill", fill)
+    monkeypatch.setattr(maintenance, "reconcile", reconcile)
     with pytest.raises(CatalogError):
-        maker.keeper.rebuild_books("a test wants it")
+        maker.maintenance.rebuild_catalog("a test wants it")
     assert there(other, keys) == 3
-    until(lambda: other.keeper._take_stock() or not problems_now(other), "stock was taken again")
+    until(
+        lambda: other.maintenance._reconcile() or not problems_now(other), "stock was taken again"
+    )
 
 
 def test_a_chunk_that_no_books_have_is_not_kept(
@@ -618,12 +620,12 @@ def test_a_chunk_that_no_books_have_is_not_kept(
 ) -> None:
     """Its catalog was replaced while it was published, and the new one cannot be written."""
     maker, writer = open_store(), open_store()
-    monkeypatch.setattr(keeper, "reconcile", lambda _: None)
+    monkeypatch.setattr(maintenance, "reconcile", lambda _: None)
     enter, (key,) = Folder.enter, chain("a", 1)
 
     def enters(*arguments: Any) -> None:
         enter(*arguments)
-        maker.keeper.rebuild_books("a test wants it")
+        maker.maintenance.rebuild_catalog("a test wants it")
 
     def adopts(*_: Any, **__: Any) -> None:
         raise CatalogError("the machine is busy")

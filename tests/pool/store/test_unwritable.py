@@ -171,7 +171,7 @@ def test_nothing_is_evicted_for_a_disk_that_is_read_only(
     store = opens(disk / "pool")
     keys = chain("a", 100)
     save(store, keys, nbytes=20_000)
-    until(lambda: not store.keeper.is_behind())
+    until(lambda: not store.maintenance.is_behind())
     read_only(monkeypatch)
     (_, before) = store.status().tiers
     assert before.chunks > 20
@@ -237,13 +237,13 @@ def test_a_folder_that_cannot_be_created_again_is_told_once(
     (tmp_path / "disk").touch()
     until(lambda: "is not a folder" in caplog.text)
     turns: list[None] = []
-    turn = store.keeper.turn
+    turn = store.maintenance.turn
 
     def counted() -> None:
         turns.append(None)
         turn()
 
-    store.keeper.turn = counted  # type: ignore[method-assign]
+    store.maintenance.turn = counted  # type: ignore[method-assign]
     until(lambda: len(turns) > 2)
     assert caplog.text.count("nothing is saved: ") == 1
     assert "pool.dir" in caplog.text

@@ -24,7 +24,7 @@ def sweep(store: LocalStore) -> None:
     until = time.monotonic() + 20
     while True:
         try:
-            return store.keeper.sweep()
+            return store.maintenance.sweep()
         except CatalogError:
             if time.monotonic() > until:
                 raise

@@ -122,3 +122,41 @@ def test_ranks_in_a_name_obey_the_limits_of_the_field() -> None:
 def test_many_ranks_on_one_host_make_a_short_name() -> None:
     ranks = tuple(("10.0.0.1", 7100 + rank, 0, 128, rank) for rank in range(8))
     assert len(engine_name.write(NamedEngine("e" * 36, ranks, "00" * 16))) < 250
+
+
+CONTEXT = tuple(
+    Peer(Source("10.0.0.1", 5000 + 4 * rank + place, "engine"), Shard(0, 8, rank, 2, 4, place, 2))
+    for rank in (0, 1)
+    for place in (0, 1)
+)
+
+
+def test_context_parallelism_comes_through_fields_and_through_the_name() -> None:
+    address = sealed(params.ProducerAddress("engine", CONTEXT), KEY)
+    answer = json.loads(json.dumps(params.response(address, transfer="a", pages=[[1]], tokens=9)))
+    kept = {name: answer[name] for name in KEPT if name in answer}
+    asks = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "a"}
+    for fields in (answer, {**kept, **asks}):
+        told = parsed(fields)
+        assert told.peers() == CONTEXT
+        assert [shard.cp_rank for _, shard in told.peers()] == [0, 1, 2, 3]
+        assert trusted_peers(told, Config(key=KEY)) == CONTEXT
+    lie = parsed({**answer, "cp_size": 2})
+    with pytest.raises(UntrustedAddressError):
+        trusted_peers(lie, Config(key=KEY))
+
+
+def test_an_engine_without_context_parallelism_says_nothing_of_it() -> None:
+    answer = params.response(ADDRESS, transfer="a", pages=[[1]], tokens=9)
+    assert not {"cp_size", "pcp_size", "remote_pcp_ranks"} & set(answer)
+    plain = NamedEngine("engine", (("10.0.0.1", 1, 0, 8, 0),), "00")
+    context = engine_name.Context(2, 1, ())
+    assert len(engine_name.write(plain)) < len(engine_name.write(plain._replace(context=context)))
+
+
+def test_places_of_other_ranks_are_refused() -> None:
+    address = params.ProducerAddress("engine", CONTEXT)
+    fields = {**params.decode_params(address, "t"), "remote_pcp_ranks": [0, 1]}
+    with pytest.raises(ValueError, match="2 places for 4 ranks"):
+        params.parse(fields)
+    assert params.parse_address(fields) is None

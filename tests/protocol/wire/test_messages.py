@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pd_connector.config_rules import MAX_SLOTS
 from pd_connector.errors import MalformedMessageError
-from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.geometry import Geometry, Group, Section, Shard, state_group
 from pd_connector.kv.model import LayerFacts, ModelFacts
 from pd_connector.plan.rules import RULES
 from pd_connector.protocol.wire import messages
@@ -20,12 +20,20 @@ from pd_connector.protocol.wire.header import ChunkHeader, decode_header, encode
 
 GROUP = Group("attention", (0, 1, 2, 3), 4, 64, 64, 32, 0, "bfloat16", "NHD", True)
 GEOMETRY = Geometry(Shard(0, 4, 0, 1), (GROUP,))
+SECTIONS = (Section("conv.q", 4, 3, 16, "bfloat16"), Section("ssm", 8, 16, 16, "float32"))
+SPLIT = msgspec.structs.replace(GROUP, layers=(4,), state_tokens=4, interleave=8)
+EXTENDED = Geometry(
+    Shard(0, 8, 1, 2, cp_size=2, pcp_rank=1, pcp_size=2),
+    (GROUP, state_group((5, 6), SECTIONS, table=1), SPLIT),
+)
 FACTS = ModelFacts(
     b"config", b"weights", layers=(LayerFacts((0, 1), "model/attention", "scale 1", b"rotation"),)
 )
 HELLO = messages.Hello(1, 1, "engine", "", FACTS, GEOMETRY, ["raw"], {"tcp": b"address"}, ["shm"])
+EXTENDED_HELLO = msgspec.structs.replace(HELLO, newest=2, oldest=2, extended=EXTENDED)
 HEADER = ChunkHeader("t", 1, 2, b"identity", 0, 0, 4, 0, 8, "raw", 65536, b"checksum")
 OPEN = messages.Open("t", b"i", 0, 4, True, [0, 1], 65536)
+OPEN_WITH_STATES = msgspec.structs.replace(OPEN, state_token=4)
 CONSUMER_TYPES = get_args(messages.ConsumerMessage)
 PRODUCER_TYPES = get_args(messages.ProducerMessage)
 DECODERS = [
@@ -38,7 +46,10 @@ DECODERS = [
 def _values(kind: Any) -> st.SearchStrategy[Any]:
     """Values that a field's annotation permits."""
     if kind is Geometry:
-        return st.just(GEOMETRY)
+        return st.sampled_from([GEOMETRY, EXTENDED])
+    if msgspec.UnsetType in get_args(kind):
+        (said,) = set(get_args(kind)) - {msgspec.UnsetType}
+        return st.one_of(st.just(msgspec.UNSET), _values(said))
     if kind is ModelFacts:
         return st.just(FACTS)
     return _of(msgspec.inspect.type_info(kind))
@@ -108,7 +119,7 @@ def test_any_bytes_are_a_message_or_malformed(data: bytes) -> None:
 
 
 @given(
-    st.sampled_from([HELLO, HEADER, OPEN]),
+    st.sampled_from([HELLO, EXTENDED_HELLO, HEADER, OPEN, OPEN_WITH_STATES]),
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4),
     st.integers(0, 400),
 )

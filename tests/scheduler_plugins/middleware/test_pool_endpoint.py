@@ -47,7 +47,7 @@ def told(store: LocalStore, engine: str = ENGINE, model: str = MODEL) -> None:
     """The engine's scheduler knows its model."""
     speeds = {"memory": 2e9}
     about = AdvertisedEngine(engine=engine, model=model, chunk_bytes=4096, bytes_per_s=speeds)
-    store.tell(about.encode())
+    store.advertise(about.encode())
 
 
 class Server:
@@ -183,7 +183,7 @@ def test_a_dead_engine_tells_nothing(store: LocalStore) -> None:
     dead = LocalStore(Space(memory_folder(), 64 << 20))
     told(dead)
     assert Server().page().model == MODEL
-    dead.keeper.stop()
+    dead.maintenance.stop()
     dead._tier_storage.alive.forget_in_child()  # as when its process ends: the lock is free, its file stays
     assert Server().refusal()[0] == 503
 

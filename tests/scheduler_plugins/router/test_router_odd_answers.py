@@ -34,7 +34,7 @@ from scheduler_plugins.router.client.answers import (
 )
 from scheduler_plugins.router.engines import circuit
 from scheduler_plugins.router.engines import exchange as exchange_module
-from scheduler_plugins.router.request import stream as stream_module
+from scheduler_plugins.router.request import responder
 
 ERROR = b'data: {"error": {"message": "EngineCore is dead", "code": 500}}\n\n'
 
@@ -200,7 +200,7 @@ def test_no_other_success_than_200_is_an_answer(code: int) -> None:
 def test_an_answer_without_an_end_does_not_take_all_memory(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "MOST_EVENT_BYTES", 1 << 20)
+    monkeypatch.setattr(responder, "MOST_EVENT_BYTES", 1 << 20)
     monkeypatch.setattr(answers, "MOST_EVENT_BYTES", 1 << 20)
     monkeypatch.setattr(exchange_module, "MOST_ANSWER_BYTES", 1 << 20)
     sent = 0

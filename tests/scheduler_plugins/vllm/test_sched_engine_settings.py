@@ -14,7 +14,7 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.cost.profile import ProfileError, save
 from scheduler_plugins.order.srjf import SrjfCalibrated
 from scheduler_plugins.order.without_cost import Fcfs
-from scheduler_plugins.qos import live
+from scheduler_plugins.qos import file
 from scheduler_plugins.qos.classes import QosError
 from scheduler_plugins.qos.settings import cost_model_path, settings_path
 
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def rig(path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     """A rig that looks at its file before every step."""
-    monkeypatch.setattr(live, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file, "LOOK_EVERY_S", 0.0)
     return Rig(seqs=1, additional={"pd_scheduler": str(path)})
 
 

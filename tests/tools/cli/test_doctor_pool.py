@@ -106,7 +106,7 @@ def test_it_looks_at_what_is_there_and_changes_nothing(shm: Path) -> None:
     folder.parent.mkdir(mode=0o700)
     store = LocalStore(Space(folder, 8 * MIB))
     try:
-        store.tell(AdvertisedEngine(engine="engine-1", model="").encode())
+        store.advertise(AdvertisedEngine(engine="engine-1", model="").encode())
         writing = store.begin(b"k" * 32, parent=b"", part="a", parts=1, nbytes=100)
         assert isinstance(writing, Writing)
         with writing:

@@ -17,7 +17,7 @@ from pd_connector.tools.cli import doctor
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.checks import peer, together
 from pd_connector.tools.cli.checks.finding import Finding, Status
-from pd_connector.tools.cli.checks.together import Told
+from pd_connector.tools.cli.checks.together import EngineReport
 
 P, D, E = "http://p:8100", "http://d:8200", "http://e:8200"
 PRODUCER = {"describe": True, "remote_host": "10.0.0.2", "remote_port": 5555}
@@ -32,8 +32,8 @@ def of(model: ModelFacts | None = None, newest: int = 1, oldest: int = 1) -> Abo
     return About("9.9", newest, oldest, model or facts())
 
 
-def engine(url: str, told: About, *, model: str = "m") -> Told:
-    return Told(url, told, url == P, model)
+def engine(url: str, told: About, *, model: str = "m") -> EngineReport:
+    return EngineReport(url, told, url == P, model)
 
 
 def visit(params: Any, *, server_info: Mapping[str, Any] | None = None) -> peer.Visit:
@@ -78,7 +78,7 @@ def test_one_schema_apart_and_an_engine_that_does_not_say_are_well() -> None:
     for params in (said, {}, None, {**PRODUCER, **said}, PRODUCER):
         visited = visit(params)
         assert named(visited.findings, "wire schema") == []
-        assert visited.told is not None
+        assert visited.report is not None
 
 
 def test_what_a_later_version_says_of_its_model_in_another_form_still_tells_its_schema() -> None:
@@ -98,7 +98,7 @@ def test_sglangs_engines_are_compared_by_their_state(mode: str) -> None:
         "internal_states": [{"pd_connector": state}],
     }
     visited = visit(None, server_info=info)
-    assert visited.told == Told(
+    assert visited.report == EngineReport(
         P, of(newest=9, oldest=8), mode == "prefill", "m", ([7, 8], [9]), 4096
     )
     assert "8-9" in named(visited.findings, "wire schema")[0].found
@@ -149,7 +149,7 @@ def test_engines_with_unlike_tokenizers_are_named(
 
 
 def test_a_peer_is_asked_how_it_reads_a_text_and_how_long_a_prompt_can_be() -> None:
-    told = visit(PRODUCER).told
+    told = visit(PRODUCER).report
     assert told is not None
     assert told.tokens == ([7, 8], [9])
     assert told.context == 4096

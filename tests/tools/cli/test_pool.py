@@ -208,7 +208,7 @@ def test_what_is_left_on_the_disk_after_a_reboot_is_shown(
     store: LocalStore, settings: PoolSettings
 ) -> None:
     assert settings.disk is not None
-    assert store.keeper.copy(KEYS[0], 1)
+    assert store.maintenance.copy(KEYS[0], 1)
     store.close()
     shutil.rmtree(settings.memory.path.parent)
     assert call("ls").exit_code == 1

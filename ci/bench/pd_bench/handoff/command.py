@@ -19,7 +19,7 @@ from pd_bench.handoff.contender import Contender, Contenders
 from pd_bench.handoff.findings import HandoffFindings
 from pd_bench.netns import available
 from pd_bench.report import BenchError
-from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
 PROMPT_TOKENS = (512, 2048, 3500)

@@ -23,7 +23,7 @@ class Contender:
         name: its name for users.
         connector: the engine's name for it.
         config: its own config.
-        params: columns of the report that tell it from the others.
+        params: columns of the report that distinguish it from the others.
         against: names of the contenders to compare with, and the bars; empty for a baseline.
         together: whether both engines are asked at once, so that KV moves while the prefill computes.
         slowest: whether the bars hold only against the slowest of `against`.

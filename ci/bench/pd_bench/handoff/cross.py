@@ -61,7 +61,7 @@ class Side(ABC):
 
     @abstractmethod
     def whereabouts(self) -> Whereabouts:
-        """The addresses of a running prefill engine. Raises BenchError if the engine does not tell."""
+        """The addresses of a running prefill engine. Raises BenchError if the engine does not report them."""
 
     @abstractmethod
     def prefill(self, prompt: Sequence[int], room: int, salt: str, where: Whereabouts) -> float:
@@ -211,7 +211,7 @@ class CrossPair(Pair):
 
 
 def _whereabouts(engine: Service, params: object, port: int | None) -> Whereabouts:
-    """The addresses that an engine tells. Without a registry's `port`, an SGLang engine is given the control port of
+    """The addresses that an engine reports. Without a registry's `port`, an SGLang engine is given the control port of
     one rank."""
     address = parse_address(params)
     if address is None:

@@ -12,7 +12,7 @@ GOALS = {
     ("paged_decode / FlashInfer", "ragged"): "1.15x",
     ("paged_decode / FlashInfer", "uniform"): "1.0x",
 }
-"""The wanted speed as a multiple of the baseline's, for a comparison and a kind of lengths."""
+"""The target speed as a multiple of the baseline's, for a comparison and a kind of lengths."""
 
 
 def geometric_means(

@@ -20,7 +20,7 @@ from pd_bench.pool.folders import own_folder
 from pd_bench.pool.measure import PROMPT_TOKENS, EngineMeasurement
 from pd_bench.pool.raw import RawBench
 from pd_bench.report import Comparison
-from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
 

@@ -36,7 +36,7 @@ What = TypeVar("What")
 
 
 def measure(folder: Path, objects: int, runs: int, warm_ups: int, say: Say) -> list[Comparison]:
-    """Rates of both, in turn.
+    """Measure the rates of both, alternating.
 
     Args:
         folder: on the disk that is measured; empty.
@@ -88,7 +88,7 @@ def _write(folder: Path, keys: list[bytes]) -> None:
             with writing:
                 writing.write(0, memoryview(layer_sum(data)))
                 writing.write(PAGE, data)
-                if not writing.publish() or not store.keeper.copy(key, DISK_TIER):
+                if not writing.publish() or not store.maintenance.copy(key, DISK_TIER):
                     raise BenchError("a chunk was not kept")
 
 
@@ -101,7 +101,7 @@ def _drop_caches(files: list[Path]) -> None:
 
 
 def _read(store: LocalStore, keys: list[bytes]) -> None:
-    """As a rank reads chunks into memory of its own, and verifies them."""
+    """Read chunks into private memory and verify them, as a rank does."""
 
     def read(key: bytes, buffer: memoryview) -> None:
         with store.read(key, "0") as reading:
@@ -124,7 +124,7 @@ def _read_raw(files: list[Path]) -> None:
 
 def _in_threads(items: list[What], read: Callable[[What, memoryview], None], nbytes: int) -> None:
     def some(place: int) -> None:
-        buffer = memoryview(mmap.mmap(-1, nbytes))  # begins at a page, as O_DIRECT wants
+        buffer = memoryview(mmap.mmap(-1, nbytes))  # begins at a page: O_DIRECT needs it
         for item in items[place::READERS]:
             read(item, buffer)
 

@@ -86,14 +86,14 @@ class PoolEngines:
         return self._store.status().tiers[0].chunks
 
     def saved(self, before: int, chunks: int) -> int:
-        """Wait until `wanted` chunks more are in the pool, or no more come; returns how many did."""
+        """Wait until `chunks` chunks more are in the pool, or no more come; returns how many did."""
         ends = time.monotonic() + _SAVES_S
         while (there := self.chunks() - before) < chunks and time.monotonic() < ends:
             time.sleep(0.05)
         return there
 
     def hits(self, engine: VllmEngine) -> float:
-        """Chunks that this engine has loaded, told with one more step."""
+        """Chunks that this engine has loaded. One more step is run first, because steps update the metric."""
         first_token(engine.client, self.body([1, 2, 3]))
         return engine.metrics().total("pd_connector:pool_hits_total")
 

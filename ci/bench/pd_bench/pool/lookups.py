@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 def measure(chunks: int, runs: int, warm_ups: int, say: Say) -> list[Comparison]:
-    """Both figures, in a store of their own.
+    """Measure both figures in a store of their own.
 
     Args:
         chunks: there when a store starts; they are small, so that they fit into memory.

@@ -35,8 +35,8 @@ BASELINES = {
     FILES: "plain files",
     COPY: "a copy",
 }
-"""What each way is called. Mooncake's memory is a process of its own, so that objects outlive the process that put them, as
-ours do; or it is in that process, and is lost with it."""
+"""The name of each way in the report. Mooncake's memory is either in a process of its own, so objects outlive the process that
+put them, as ours do; or in that process, and is lost with it."""
 BARS = {"put": 1.0, "get": 2.0}
 _RIVALS = (RIVAL, RIVAL_INSIDE)
 
@@ -55,7 +55,7 @@ class RawPair:
     """A process that puts, and another one that gets, with one way to store.
 
     Args:
-        settings: of each process; those after the second one only lend memory.
+        settings: one entry per process. The third and later processes only lend memory.
     """
 
     def __init__(self, way: str, count: int, settings: Sequence[Mapping[str, Any]]) -> None:

@@ -30,27 +30,27 @@ class Objects:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._pattern = bytearray(random.Random(1).randbytes(OBJECT_BYTES))
 
-    def one(self, place: int) -> memoryview:
+    def at(self, place: int) -> memoryview:
         return self.view[place * OBJECT_BYTES : (place + 1) * OBJECT_BYTES]
 
     def fill(self, number: int) -> None:
         """Write the objects of this run."""
         for place in range(self.count):
-            self.one(place)[:] = self._wanted(number, place)
+            self.at(place)[:] = self._pattern_of(number, place)
 
     def wipe(self) -> None:
         ctypes.memset(self.address, 0, self.count * OBJECT_BYTES)
 
     def check(self, number: int) -> None:
-        """Raises ValueError if an object is not that of this run."""
+        """Raises ValueError if an object is from another run."""
         for place in range(self.count):
-            if self.one(place) != self._wanted(number, place):
+            if self.at(place) != self._pattern_of(number, place):
                 raise ValueError(f"object {place} of run {number} has wrong bytes")
 
-    def _wanted(self, number: int, place: int) -> bytearray:
+    def _pattern_of(self, number: int, place: int) -> bytearray:
         stamp = number.to_bytes(8, "little") + place.to_bytes(8, "little")
-        for at in range(0, OBJECT_BYTES, 1 << 20):
-            self._pattern[at : at + _STAMP_BYTES] = stamp
+        for start in range(0, OBJECT_BYTES, 1 << 20):
+            self._pattern[start : start + _STAMP_BYTES] = stamp
         return self._pattern
 
 
@@ -73,7 +73,7 @@ class Ours:
     def put(self, number: int) -> None:
         parent = b""
         for place, key in enumerate(self._keys(number)):
-            data = self._objects.one(place)
+            data = self._objects.at(place)
             writing = self._store.begin(
                 key, parent=parent, part="0", parts=1, nbytes=self.HEAD_BYTES + OBJECT_BYTES
             )
@@ -94,7 +94,7 @@ class Ours:
         if self._store.pin(keys, 60.0) < len(keys):
             raise ValueError("objects are missing")
         for place, key in enumerate(keys):
-            data = self._objects.one(place)
+            data = self._objects.at(place)
             with self._store.read(key, "0") as reading:
                 sums = reading.take(0, OBJECT_BYTES // self.LAYER_BYTES * len(self._sum(b"")))
                 reading.into(data, self.HEAD_BYTES)
@@ -122,12 +122,12 @@ class Files:
     def put(self, number: int) -> None:
         for place, path in enumerate(self._paths(number)):
             with open(path, "wb", buffering=0) as file:
-                file.write(self._objects.one(place))
+                file.write(self._objects.at(place))
 
     def get(self, number: int) -> None:
         for place, path in enumerate(self._paths(number)):
             with open(path, "rb", buffering=0) as file:
-                if file.readinto(self._objects.one(place)) != OBJECT_BYTES:
+                if file.readinto(self._objects.at(place)) != OBJECT_BYTES:
                     raise ValueError(f"{path} is short")
 
     def forget(self, number: int) -> None:

@@ -143,7 +143,7 @@ class RivalEngines:
         ]
 
     def _first_tokens(self, name: str, body: Mapping[str, Any], tokens: int) -> tuple[float, float]:
-        """Milliseconds of the engine that computes this prompt, and of the one that loads it."""
+        """Milliseconds to the first token: computed by the first engine, loaded by the second."""
         writer, reader = self.pairs[name]
         computed_s, answer = first_token(writer.client, body)
         time.sleep(_SAVES_S)
@@ -152,7 +152,7 @@ class RivalEngines:
         loaded = _loaded(reader) - before
         if loaded < tokens - _CHUNK_TOKENS:
             raise BenchError(
-                f"{reader.name} loaded {loaded:.0f} of {tokens} tokens, so its time is not that of a load: read "
+                f"{reader.name} loaded {loaded:.0f} of {tokens} tokens, so its time is not the time of a load: read "
                 f"{reader.log_path}"
             )
         if text != answer:

@@ -25,8 +25,8 @@ from pd_bench.roles.truth import (
     POLICIES,
     compared,
 )
-from pd_bench.sample import Sample
-from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_bench.sample import single
+from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.roles.registry import ROLES
@@ -71,7 +71,7 @@ def shift(
     for result in results:
         params = {"fleet": result.fleet.name, "traces": result.order}
         rows = [
-            Comparison(name, params, _one(ours), _one(theirs), "", bar, True)
+            Comparison(name, params, single(ours), single(theirs), "", bar, True)
             for name, ours, theirs, bar in shifting.bars(result)
         ]
         tables.append(("baseline", rows))
@@ -123,10 +123,10 @@ def _steady_bars(fleet: FleetKind, result: steadying.Steady) -> list[Comparison]
     ours = result.roles["pressure"]
     below = max(0.0, 100 * (result.fixed[result.best].kept - ours.kept))
     rows = [
-        Comparison("points below fixed", params, _one(below), _one(result.case.points), "", 1.0)
+        Comparison("points below fixed", params, single(below), single(result.case.points), "", 1.0)
     ]
     if result.case.moves is not None:
-        moves, most = _one(float(ours.moves)), _one(float(result.case.moves))
+        moves, most = single(float(ours.moves)), single(float(result.case.moves))
         rows.append(Comparison("moves", params, moves, most, "", 1.0))
     return rows
 
@@ -153,13 +153,15 @@ def dop(
                 if result.policy != "dop":
                     continue
                 params = {"trace": path.stem, "engines": result.name}
-                ours = _one(result.ttft_s)
+                ours = single(result.ttft_s)
                 beside = f"mean TTFT beside {best.name}"
                 tables.append(
-                    Comparison(beside, params, ours, _one(best.ttft_s), "s", paralleling.BAR)
+                    Comparison(beside, params, ours, single(best.ttft_s), "s", paralleling.BAR)
                 )
                 tables.append(
-                    Comparison("mean TTFT beside eight TP1", params, ours, _one(eight.ttft_s), "s")
+                    Comparison(
+                        "mean TTFT beside eight TP1", params, ours, single(eight.ttft_s), "s"
+                    )
                 )
     report([("uniform", tables)], ["simulated: no engine was run"], json)
 
@@ -175,8 +177,8 @@ def cost(
         Comparison(
             f"a decision of {name}",
             {"engines": decision_cost.ENGINES},
-            _one(decision_cost.decision_ms(name)),
-            _one(decision_cost.BAR_MS),
+            single(decision_cost.decision_ms(name)),
+            single(decision_cost.BAR_MS),
             "ms",
             1.0,
         )
@@ -253,7 +255,3 @@ def _read(path: Path, requests: int | None) -> list[Waiting]:
 
 def _say(text: str) -> None:
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _one(value: float) -> Sample:
-    return Sample((value,))

@@ -9,15 +9,19 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pd_bench.roles.play import in_parallel
-from scheduler_plugins.cost.model import CostModel
+from scheduler_plugins.cost.engine_profile import EngineProfile
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import DEFAULT
-from scheduler_plugins.sim.simulate import COSTS, Scenario, Unlike
+from scheduler_plugins.sim.fleet import Fleet, Part
+from scheduler_plugins.sim.simulate import COSTS, Scenario
 
 UNIFORM = ((1,) * 8, (2,) * 4, (4,) * 2)
 MIXED = ((4, 2, 2), (4, 1, 1, 1, 1))
 EFFICIENCY = {1: 1.0, 2: 0.95, 4: 0.88}
 """Part of the GPUs' speed that is left at this tensor parallelism. Assumed, not measured."""
+CACHE_BLOCKS = Scenario.cache_blocks
+"""Blocks of the prefix cache for each GPU."""
 BAR = 1.0
 
 
@@ -44,8 +48,9 @@ def compare(requests: Sequence[Waiting], speed: float, jobs: int) -> list[Parall
 def _run(
     requests: Sequence[Waiting], speed: float, sizes: tuple[int, ...], policy: str
 ) -> Parallel:
-    unlike = tuple(Unlike(_costs(size), size) for size in sizes)
-    scenario = Scenario(prefill=len(sizes), decode=4, unlike=unlike, speed=speed)
+    prefill = [Part(role=Role.PREFILL, profile=_profile(size)) for size in sizes]
+    decode = Part(role=Role.DECODE, profile=EngineProfile(costs=COSTS), number=4)
+    scenario = Scenario(fleet=Fleet(parts=(*prefill, decode)), speed=speed)
     served = scenario.cluster(policy).run(scenario.arrivals(requests))
     return Parallel(
         sizes,
@@ -55,6 +60,7 @@ def _run(
     )
 
 
-def _costs(size: int) -> CostModel:
+def _profile(size: int) -> EngineProfile:
     faster = size * EFFICIENCY[size]
-    return replace(COSTS, a=COSTS.a / faster, b=COSTS.b / faster)
+    costs = replace(COSTS, a=COSTS.a / faster, b=COSTS.b / faster)
+    return EngineProfile(costs=costs, gpus=size, cache_blocks=CACHE_BLOCKS * size)

@@ -29,7 +29,7 @@ class FleetKind:
     """Whether the router knows the promises, and refuses what it cannot keep. If not, it assumes the usual ones."""
     engines: int = ENGINES
     latency_s: float = Network().latency_s
-    """The time of a handoff besides that of its bytes."""
+    """The fixed time of a handoff, added to the time of its bytes."""
 
     @property
     def ratios(self) -> range:

@@ -12,17 +12,13 @@ from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.router.roles.controller import RoleController
 from scheduler_plugins.router.roles.registry import create
-from scheduler_plugins.sim import trace
+from scheduler_plugins.sim import capacity, trace
+from scheduler_plugins.sim.capacity import KEPT, kept
 from scheduler_plugins.sim.cluster import Change
 from scheduler_plugins.sim.served import Served
 
 UNGUARDED = ("arrow_paper",)
 """Policies that are published without guards, and run without."""
-KEPT = 0.9
-"""A rate is sustained if this part of the requests is served in time."""
-_CLOSE = 0.03
-MOST_PER_S = 1000.0
-"""The search for a rate ends here. A few requests are in time at any rate."""
 T = TypeVar("T")
 Say = Callable[[str], None]
 
@@ -86,26 +82,7 @@ def run(
 
 
 def _kept(fleet: FleetKind, served: Sequence[Served]) -> float:
-    kept = [
-        request.end_s is not None
-        and request.ttft_s <= fleet.ttft_s
-        and request.tpot_s <= fleet.tpot_s
-        for request in served
-    ]
-    return sum(kept) / len(kept)
-
-
-def largest(
-    keeps: Callable[[float], bool], low: float, high: float, close: float = _CLOSE
-) -> float:
-    """The largest value that `keeps`, found by halving; `low` if none above it does. `close`: relative error."""
-    while high - low > close * high:
-        middle = (low + high) / 2
-        if keeps(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return kept(served, fleet.ttft_s, fleet.tpot_s)
 
 
 class Sustained(NamedTuple):
@@ -129,10 +106,7 @@ def sustained(fleet: FleetKind, requests: Sequence[Waiting], prefill: int) -> fl
     def keeps(per_s: float) -> bool:
         return play(fleet, trace.at_rate(requests, per_s, 0), prefill).kept >= KEPT
 
-    high = 1.0
-    while high < MOST_PER_S and keeps(high):
-        high *= 2
-    return largest(keeps, high / 2 if high > 1 else 0.0, high, 0.06)
+    return capacity.sustained(keeps)
 
 
 def in_parallel(

@@ -29,7 +29,7 @@ from scheduler_plugins.cost.profile import save
 BAR = 1.03
 """The most CPU time with roles, as a multiple of the time without."""
 PER = 10_000
-"""CPU time is told for this number of requests."""
+"""CPU time is reported for this number of requests."""
 PROMPT_BYTES = 4096
 CLIENTS = 16
 SPEED = 50.0

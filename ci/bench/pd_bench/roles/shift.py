@@ -8,25 +8,17 @@ from functools import partial
 from typing import NamedTuple
 
 from pd_bench.roles.fleets import OPT_13B, FleetKind
-from pd_bench.roles.play import (
-    KEPT,
-    Outcome,
-    Say,
-    Sustained,
-    in_parallel,
-    largest,
-    play,
-    sustained,
-)
+from pd_bench.roles.play import Outcome, Say, Sustained, in_parallel, play, sustained
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.sim import trace
+from scheduler_plugins.sim.capacity import KEPT, largest
 from scheduler_plugins.sim.cluster import Change, Cluster
 
 ORACLE = "oracle"
 POLICIES = ("pressure", "ratio", "arrow", "tetri", "mixed", "arrow_paper")
 LEAST = 0.3
-"""Rates below this are not told apart."""
+"""The search for the largest rate starts here, so lower rates look the same."""
 OF_ORACLE = 0.92
 """`pressure` sustains at least this part of the oracle's rate."""
 OVER_FIXED = 1.3

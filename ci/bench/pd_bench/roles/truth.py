@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from pd_bench.report import Comparison
 from pd_bench.roles.fleets import FleetKind
 from pd_bench.roles.play import Say, Sustained, in_parallel, run, sustained
-from pd_bench.sample import Sample
+from pd_bench.sample import single
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.cluster import Change, Cluster
@@ -156,11 +156,13 @@ def compared(
             ("mean TPOT off", ours.tpot_s, theirs.tpot_s),
         ):
             off = abs(model / live_value - 1) * 100
-            rows.append(Comparison(what, params, _one(off), _one(TIME_OFF), "%", 1.0))
+            rows.append(Comparison(what, params, single(off), single(TIME_OFF), "%", 1.0))
         off = abs(theirs.kept - ours.kept) * 100
-        rows.append(Comparison("in time off", params, _one(off), _one(points), "points", 1.0))
+        rows.append(Comparison("in time off", params, single(off), single(points), "points", 1.0))
     wrong = float(len(swapped(live, simulated_figures)))
-    rows.append(Comparison("policies in another order", {}, _one(wrong), _one(0.5), "pairs", 1.0))
+    rows.append(
+        Comparison("policies in another order", {}, single(wrong), single(0.5), "pairs", 1.0)
+    )
     return rows
 
 
@@ -184,7 +186,3 @@ def scaled(requests: Sequence[Waiting], prompts: float, answers: float) -> list[
         )
         for request in requests
     ]
-
-
-def _one(value: float) -> Sample:
-    return Sample((value,))

@@ -39,7 +39,7 @@ MOST_BATCH = 8
 CACHE_GIB = 2
 AT_REST = 8
 AT_REST_SEED = 0
-"""Later measurements have other prompts. The engine has those of the first one cached."""
+"""Seed of the measurement at rest. Later measurements use other seeds, because the engine has these prompts cached."""
 USUAL = 0.98
 """This part of the requests is no longer than those that are measured."""
 MODEL = "mock"
@@ -89,7 +89,7 @@ def engines(
             save(logs / "costs.json", rested.model)
             live = Live(fleet, made, 1, logs / "costs.json", logs)
             handoff_s = _handoff_s(live, rested.model)
-            say(f"{_told(rested.model)}; a handoff takes {handoff_s * 1e3:.0f} ms")
+            say(f"{_described(rested.model)}; a handoff takes {handoff_s * 1e3:.0f} ms")
             others = busy(fleet := replace(fleet, latency_s=handoff_s))
             say(
                 f"measuring it while {others.beside_prefill:.2f} others compute beside a prompt, and "
@@ -97,7 +97,7 @@ def engines(
             )
             costs = asyncio.run(_costs_beside(urls, usual, requests, others))
             save(logs / "costs.json", costs)
-            say(_told(costs))
+            say(_described(costs))
             yield live._replace(fleet=replace(fleet, costs=costs))
         finally:
             stop_services(made)
@@ -123,7 +123,7 @@ def _made(model: Path, longest: int, logs: Path) -> list[VllmEngine]:
 
 async def _at_rest(url: str, longest: int) -> Profile:
     async with connect(url) as client:
-        return await measure(client, _wanted(longest), _silent, AT_REST_SEED)
+        return await measure(client, _plan(longest), _silent, AT_REST_SEED)
 
 
 async def _costs_beside(
@@ -135,12 +135,12 @@ async def _costs_beside(
     async with connect(urls[0]) as client:
         for seed, (beside, only) in enumerate(kinds, AT_REST_SEED + 1):
             async with _serving(urls[1:], requests, beside / len(urls[1:])):
-                plan_measured = _wanted(longest)
+                plan_measured = _plan(longest)
                 measured += (await time_steps(client, plan_measured, _silent, seed, only)).measured
     return fit(measured, STEP_TOKENS)
 
 
-def _wanted(longest: int) -> Wanted:
+def _plan(longest: int) -> Wanted:
     return Wanted(longest, MOST_BATCH, repeats=2, chunk_tokens=STEP_TOKENS)
 
 
@@ -202,7 +202,7 @@ def _handoff_s(live: Live, costs: CostModel) -> float:
     )
 
 
-def _told(costs: CostModel) -> str:
+def _described(costs: CostModel) -> str:
     return (
         f"a prompt of 1,000 tokens takes {costs.prefill_s(1000):.3f} s, a step of 4 x 500 tokens "
         f"{costs.decode_step_s(4, 2000) * 1e3:.1f} ms"

@@ -19,7 +19,7 @@ from pd_bench.router import processes as multiplied
 from pd_bench.router import rotations, scaled, truth, truth_engines
 from pd_bench.router import two as doubled
 from pd_bench.router.contenders import OURS, Ours, peers, version
-from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.registry import DEFAULT

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pd_bench.report import Comparison
 from pd_bench.router import scaled
-from pd_bench.sample import Sample
+from pd_bench.sample import single
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.simulate import Scenario
 
@@ -50,10 +50,6 @@ def compared(name: str, live: Seen, simulated: Seen) -> list[Comparison]:
     hit_off = abs(simulated.hit - live.hit) * 100
     params = {"requests": name}
     return [
-        Comparison("mean TTFT off", params, _one(ttft_off), _one(TTFT_OFF), "%", 1.0),
-        Comparison("hit off", params, _one(hit_off), _one(HIT_OFF), "points", 1.0),
+        Comparison("mean TTFT off", params, single(ttft_off), single(TTFT_OFF), "%", 1.0),
+        Comparison("hit off", params, single(hit_off), single(HIT_OFF), "points", 1.0),
     ]
-
-
-def _one(value: float) -> Sample:
-    return Sample((value,))

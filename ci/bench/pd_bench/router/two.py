@@ -53,7 +53,7 @@ def _mean_ttft(contender: Ours, kind: str, requests: Sequence[Sent], speed: floa
 
 
 def in_touch(contender: Ours, ports: Sequence[Port]) -> list[Ours]:
-    """One router per port. At its port a router tells the others what it has sent. Without ports, there is one router
+    """One router per port. At its port a router publishes what it has sent. Without ports, there is one router
     alone."""
     addresses = [f"tcp://127.0.0.1:{int(port)}" for port in ports]
     routers = []

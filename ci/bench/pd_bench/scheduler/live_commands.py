@@ -11,8 +11,8 @@ from rich.console import Console
 
 from pd_bench.command_output import exit_codes, noise_note, report
 from pd_bench.scheduler.live import Findings, Say, check_possible
+from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.launch.service import log_folder
-from pd_connector.tools.launch.signals import terminate_as_interrupt
 
 Measure = Callable[[Path, Say], Awaitable[Findings]]
 

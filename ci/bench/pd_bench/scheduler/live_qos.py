@@ -86,7 +86,7 @@ async def compare(duration_s: float, shares_s: float, folder: Path, say: Say) ->
 
 
 def _requests(rate: float, duration_s: float, seed: int) -> tuple[list[Waiting], list[Waiting]]:
-    """Those of premium users, and those of all. The premium ones are the same in both."""
+    """The premium users' requests, and all requests. Both lists have the same premium requests."""
     premium = traffic.stream("premium", PREMIUM_LOAD * rate, duration_s, seed)
     rest = (
         traffic.stream("standard", STANDARD_LOAD * rate, duration_s, seed + 1),

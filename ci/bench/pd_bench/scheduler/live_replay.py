@@ -75,11 +75,11 @@ async def replay(
                 f"{url}: {len(timed)} requests in {timed[-1].arrival_s - timed[0].arrival_s:.0f} s, "
                 f"{sum(request.tokens for request in timed) / len(timed):,.0f} tokens on average"
             )
-            replayed.append(await _one(client, timed, scale))
+            replayed.append(await _replay(client, timed, scale))
     return replayed
 
 
-async def _one(client: EngineClient, requests: Sequence[Waiting], scale: Scale) -> Replayed:
+async def _replay(client: EngineClient, requests: Sequence[Waiting], scale: Scale) -> Replayed:
     pool = await client.pool()
     before = await client.metrics()
     begun_s = requests[0].arrival_s

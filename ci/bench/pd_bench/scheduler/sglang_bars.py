@@ -23,7 +23,7 @@ def comparisons(
     """Mean, tail and hits of one load against each of theirs.
 
     Args:
-        found: by policy and load, one outcome for each run.
+        outcomes: by policy and load, one outcome for each run.
     """
 
     def sample(name: str, field: str) -> Sample:

@@ -29,8 +29,8 @@ class Round(NamedTuple):
 
 @dataclass
 class Turns:
-    """The answers of one load, by whose turn it was. Each figure is of all of them: rounds have unlike requests, so a median
-    of rounds would be that of one round."""
+    """The answers of one load, by contender. Each figure is over all rounds: rounds have unlike requests, so a median of
+    rounds would be the figure of one round."""
 
     answers: dict[str, list[Answer]] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class Turns:
         )
 
     def equal(self, name: str) -> int:
-        """How many answers are those of the stack without a pool."""
+        """How many answers equal the answers of the stack without a pool."""
         both = zip(self.answers[name], self.answers[PLAIN], strict=True)
         return sum(not mine.failure and mine.text == reference.text for mine, reference in both)
 

@@ -73,6 +73,6 @@ def _ask(client: Client, model: str, request: TimedRequest, due: float) -> Answe
         return Answer(failure=str(error))
     if not first:
         return Answer(failure="the answer ended without a token")
-    # An event can hold several tokens, but their total is known.
+    # An event can hold several tokens. Only their total is known.
     each_s = (last - first) / (request.max_tokens - 1)
     return Answer(first - due, each_s, text="".join(texts))

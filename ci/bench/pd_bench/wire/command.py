@@ -19,7 +19,7 @@ from pd_bench.wire import measure as wires
 from pd_bench.wire.pair import WirePair
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.tools.cli.bench import STEP_MIB, TOKENS_PER_MIB
-from pd_connector.tools.launch.signals import terminate_as_interrupt
+from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
 LOCAL_TRANSPORTS = ("shm", "nixl")
@@ -57,17 +57,17 @@ def wire(
     codecs = codec or list(wires.CODECS)
     for name in codecs:
         if name not in wires.CODECS:
-            known = ", ".join(wires.CODECS)
-            raise typer.BadParameter(f"{name!r}: must be one of {known}", param_hint="--codec")
+            names = ", ".join(wires.CODECS)
+            raise typer.BadParameter(f"{name!r}: must be one of {names}", param_hint="--codec")
     stderr = Console(stderr=True)
-    found: list[wires.WireFindings] = []
+    findings: list[wires.WireFindings] = []
     with exit_codes(stderr), terminate_as_interrupt():
         _check_possible(local)
-        found.append(_on_machine(codecs, mib, runs, warm_ups, stderr))
+        findings.append(_on_machine(codecs, mib, runs, warm_ups, stderr))
         if not local:
-            found.append(_over_link(codecs, link_mib, link_mbit, runs, warm_ups, stderr))
-    tables = [table for one in found for table in one.tables]
-    notes = [noise_note(max(one.others_cores for one in found))]
+            findings.append(_over_link(codecs, link_mib, link_mbit, runs, warm_ups, stderr))
+    tables = [table for finding in findings for table in finding.tables]
+    notes = [noise_note(max(finding.others_cores for finding in findings))]
     if not local:
         notes.append(f"link: {link_mbit:,.0f} Mbit/s each way, between two network namespaces")
     report(tables, notes, json)

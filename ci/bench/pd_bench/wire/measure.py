@@ -108,7 +108,7 @@ def measure(
 
     baselines = [PAGES, LINE] if place == "link" else [PAGES]
     gb = tokens * TOKEN_BYTES / _GB
-    found: dict[str, list[WireRun]] = {}
+    by_contender: dict[str, list[WireRun]] = {}
     noise = Noise(pair.pids)
     for contender in (*baselines, *ours, *baselines):
         pair.open(contender.kind, contender.settings)
@@ -118,12 +118,16 @@ def measure(
             label = "warm-up" if number < warm_ups else f"run {number - warm_ups + 1}/{runs}"
             say(f"{place}, {contender.name}, {label}: {gb_per_s:.2f} GB/s")
             if number >= warm_ups:
-                found.setdefault(contender.name, []).append(run)
+                by_contender.setdefault(contender.name, []).append(run)
         pair.close()
     tables = [
         (
             base.name,
-            [one for contender in ours for one in _compare(contender, base, place, found, gb)],
+            [
+                row
+                for contender in ours
+                for row in _compare(contender, base, place, by_contender, gb)
+            ],
         )
         for base in baselines
     ]
@@ -134,7 +138,7 @@ def _compare(
     contender: WireContender,
     base: WireContender,
     place: str,
-    found: Mapping[str, list[WireRun]],
+    by_contender: Mapping[str, list[WireRun]],
     gb: float,
 ) -> list[Comparison]:
     at_home = place == "local"
@@ -142,7 +146,9 @@ def _compare(
     def compare(
         what: str, unit: str, figure: Callable[[WireRun], float], bar: float | None, more: bool
     ) -> Comparison:
-        ours, baseline = (Sample(tuple(map(figure, found[one.name]))) for one in (contender, base))
+        ours, baseline = (
+            Sample(tuple(map(figure, by_contender[side.name]))) for side in (contender, base)
+        )
         return Comparison(
             f"{place} {what}", contender.params, ours, baseline, unit, bar, more_is_better=more
         )

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
@@ -70,12 +69,7 @@ class WirePair:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     @property
@@ -113,8 +107,8 @@ class WirePair:
 
     def computed(self) -> tuple[int, float]:
         """Stop the computing threads; returns the number of their rounds, and their CPU seconds."""
-        found = [party.call("computed") for party in (self._producer, self._consumer)]
-        return sum(rounds for rounds, _ in found), sum(cpu_s for _, cpu_s in found)
+        results = [party.call("computed") for party in (self._producer, self._consumer)]
+        return sum(rounds for rounds, _ in results), sum(cpu_s for _, cpu_s in results)
 
     def close(self) -> None:
         """Undo `open`."""
@@ -182,12 +176,7 @@ class PartyProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # It has nothing to clean up, so SIGKILL is quicker.
         self.family.kill()
 

@@ -18,7 +18,7 @@ from pd_connector.tools.cli.checks.transfer_config import (
 )
 
 _WITHOUT_KV = ("medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix")
-"""Methods whose drafts keep no KV: nothing of them passes."""
+"""Methods whose drafts have no KV, so none has to pass."""
 _NAMES = ("method", "model")
 """What makes two drafts alike."""
 
@@ -204,7 +204,7 @@ def _keeps_int8(role: str, config: Mapping[str, Any]) -> bool:
 
 
 def _codecs(config: Mapping[str, Any], *, consumes: bool) -> PoolCodecs | None:
-    """The codecs of an engine; None if its config is wrong, which another finding tells."""
+    """The codecs of an engine; None if its config is wrong; another finding says so."""
     given = {key: config[key] for key in ("codec", "pool") if key in config}
     try:
         return pool_codecs(Config.load(given, {}, ENGINE_HOST_VARIABLE), consumes=consumes)

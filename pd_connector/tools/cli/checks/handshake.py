@@ -19,8 +19,8 @@ Problem = tuple[str, str]
 def greet(
     host: str, port: int, environment: Mapping[str, str] = os.environ, limit_s: float = HANDSHAKE_S
 ) -> Problem | None:
-    """Ask an engine for its ranks over its control port. Returns why it does not tell them, and which side's key is
-    wrong.
+    """Request an engine's ranks over its control port. Returns why that fails, and which side's key is wrong; None if it
+    works.
 
     Args:
         limit_s: for each of two tries.
@@ -39,17 +39,17 @@ def greet(
     if refused.cause in (Cause.VERSION, Cause.MALFORMED_MESSAGE):
         return str(refused), "install one version of pd-connector on both sides"
     if not key:
-        found = f"{host}:{port} does not answer without a key, and {KEY_VARIABLE} is not set here"
-        return found, f"set {KEY_VARIABLE} here to that engine's key, and try again"
+        result = f"{host}:{port} does not answer without a key, and {KEY_VARIABLE} is not set here"
+        return result, f"set {KEY_VARIABLE} here to that engine's key, and try again"
     if _refused(host, port, "", limit_s) is None:
-        found = f"{host}:{port} has no key, and {KEY_VARIABLE} is set here"
-        return found, f"start that engine with {KEY_VARIABLE} set to the key that is set here"
-    found = f"{host}:{port} does not accept the key that is set here ({KEY_VARIABLE})"
+        result = f"{host}:{port} has no key, and {KEY_VARIABLE} is set here"
+        return result, f"start that engine with {KEY_VARIABLE} set to the key that is set here"
+    result = f"{host}:{port} does not accept the key that is set here ({KEY_VARIABLE})"
     advice = (
         "the two keys differ: visit the other engines with the same key (--peer). If they accept it, that "
         "engine's key is wrong; if none does, the one here is"
     )
-    return found, advice
+    return result, advice
 
 
 def _refused(host: str, port: int, key: str, limit_s: float) -> RefusedError | None:

@@ -18,14 +18,14 @@ def check(facts: Facts) -> list[Finding]:
 def files(facts: Facts) -> Finding:
     """Open files. vLLM raises its own soft limit, so the hard limit counts."""
     limit = facts.limits.files
-    found = "unlimited" if limit is None else str(limit)
+    shown = "unlimited" if limit is None else str(limit)
     if limit is None or limit >= FILES_WANTED:
-        return Finding(AREA, "open files", Status.OK, found)
+        return Finding(AREA, "open files", Status.OK, shown)
     return Finding(
         AREA,
         "open files",
         Status.WARN,
-        found,
+        shown,
         f"{FILES_WANTED} at least are wanted: ulimit -n, or LimitNOFILE= of the service",
     )
 
@@ -33,14 +33,14 @@ def files(facts: Facts) -> Finding:
 def shared_memory(facts: Facts) -> Finding:
     """vLLM's processes and UCX communicate through /dev/shm; Docker gives it 64 MiB."""
     limits = facts.limits
-    found = f"{_mib(limits.shm_bytes)}, {_mib(limits.shm_free_bytes)} free"
+    shown = f"{_mib(limits.shm_bytes)}, {_mib(limits.shm_free_bytes)} free"
     if limits.shm_free_bytes >= SHM_WANTED_BYTES:
-        return Finding(AREA, "/dev/shm", Status.OK, found)
+        return Finding(AREA, "/dev/shm", Status.OK, shown)
     return Finding(
         AREA,
         "/dev/shm",
         Status.WARN,
-        found,
+        shown,
         f"{_mib(SHM_WANTED_BYTES)} free at least are wanted: start the container with --ipc=host "
         "or --shm-size=8g, or remove what ended engines left there",
     )
@@ -49,16 +49,16 @@ def shared_memory(facts: Facts) -> Finding:
 def memlock(facts: Facts) -> Finding:
     """RDMA pins the slabs; shared memory and TCP pin nothing."""
     limit = facts.limits.memlock_bytes
-    found = "unlimited" if limit is None else _mib(limit)
+    shown = "unlimited" if limit is None else _mib(limit)
     if not facts.transports.rdma_devices:
-        return Finding(AREA, "locked memory", Status.OK, f"{found}; only RDMA needs more")
+        return Finding(AREA, "locked memory", Status.OK, f"{shown}; only RDMA needs more")
     if limit is None or limit >= MEMLOCK_WANTED_BYTES:
-        return Finding(AREA, "locked memory", Status.OK, found)
+        return Finding(AREA, "locked memory", Status.OK, shown)
     return Finding(
         AREA,
         "locked memory",
         Status.WARN,
-        found,
+        shown,
         "RDMA registers buffers as locked memory: ulimit -l unlimited, or --ulimit memlock=-1",
     )
 

@@ -38,15 +38,15 @@ def _engines_own(environment: Mapping[str, str]) -> str:
 def addresses(facts: Facts) -> Finding:
     outside = [
         f"{address} ({interface})"
-        for interface, found in facts.network.addresses.items()
-        for address in found
+        for interface, shown in facts.network.addresses.items()
+        for address in shown
         if not is_loopback(address)
     ]
     if outside:
-        found = ", ".join(outside)
+        shown = ", ".join(outside)
         if facts.network.outward:
-            found += f"; other networks see {facts.network.outward}"
-        return Finding(AREA, "addresses", Status.OK, found)
+            shown += f"; other networks see {facts.network.outward}"
+        return Finding(AREA, "addresses", Status.OK, shown)
     return Finding(
         AREA,
         "addresses",
@@ -59,9 +59,9 @@ def addresses(facts: Facts) -> Finding:
 def host_name(facts: Facts) -> Finding:
     """Debian writes the host's own name to /etc/hosts as 127.0.1.1. Peers that get this address dial themselves."""
     name = facts.network.hostname
-    found = facts.network.resolved.get(name, ())
-    shown = f"{name} -> {', '.join(found) or 'nothing'}"
-    if found and not all(is_loopback(address) for address in found):
+    resolved = facts.network.resolved.get(name, ())
+    shown = f"{name} -> {', '.join(resolved) or 'nothing'}"
+    if resolved and not all(is_loopback(address) for address in resolved):
         return Finding(AREA, "host name", Status.OK, shown)
     instead = facts.network.outward or "an address of this host"
     return Finding(
@@ -97,17 +97,17 @@ def settings(facts: Facts) -> Finding:
 def host(facts: Facts) -> Finding:
     """Whether the configured host is one of this machine's addresses."""
     name = configured_host(facts.environment)
-    found = facts.network.resolved.get(name, ())
+    resolved = facts.network.resolved.get(name, ())
     own = [address for some in facts.network.addresses.values() for address in some]
     set_it = f"set {HOST_VARIABLE} to an address of this host: {_suggestions(facts)}"
-    if not found:
+    if not resolved:
         return Finding(AREA, HOST_VARIABLE, Status.FAIL, f"{name} does not resolve", set_it)
-    shown = name if found == (name,) else f"{name} -> {', '.join(found)}"
-    if is_loopback(found[0]):
+    shown = name if resolved == (name,) else f"{name} -> {', '.join(resolved)}"
+    if is_loopback(resolved[0]):
         return Finding(
             AREA, HOST_VARIABLE, Status.FAIL, f"{shown}: peers would dial themselves", set_it
         )
-    if found[0] not in own:
+    if resolved[0] not in own:
         return Finding(
             AREA, HOST_VARIABLE, Status.FAIL, f"{shown}: no address of this host", set_it
         )

@@ -14,7 +14,7 @@ from pd_connector.remedies import outage_in, staged_in
 from pd_connector.tools.cli.checks import router, together
 from pd_connector.tools.cli.checks.asking import TIMEOUT_S, Ask, PeerError
 from pd_connector.tools.cli.checks.finding import Finding, Status
-from pd_connector.tools.cli.checks.together import Told
+from pd_connector.tools.cli.checks.together import EngineReport
 
 BACKEND = "pd_connector"
 """SGLang's name for our transfer backend."""
@@ -34,7 +34,7 @@ class Visit(NamedTuple):
     """What was found at one peer."""
 
     findings: list[Finding]
-    told: Told | None = None  # None: not an engine with PDConnector
+    report: EngineReport | None = None  # None: not an engine with PDConnector
 
 
 def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
@@ -42,7 +42,9 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
     try:
         health = ask("/health", None)
     except PeerError as error:
-        if (routing := router.told(error.body)) is not None:  # it says 503 while no engine serves
+        if (
+            routing := router.state_in(error.body)
+        ) is not None:  # it says 503 while no engine serves
             return Visit(router.check(url, routing))
         advice = (
             "is the engine up, and does it listen on an address of this network "
@@ -51,11 +53,11 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
         advised = "" if str(error).endswith("?") else advice  # the error asks what to look at
         return Visit([Finding(url, "reachable", Status.FAIL, str(error), advised)])
     reachable = Finding(url, "reachable", Status.OK, "healthy")
-    if (routing := router.told(health)) is not None:
+    if (routing := router.state_in(health)) is not None:
         return Visit([reachable, *router.check(url, routing)])
     if (state := _sglang(ask)) is not None:
         findings = [*_sglang_findings(url, state, ask, connect, greet), *_transfers(url, ask)]
-        return Visit([reachable, *findings], _sglang_told(url, state, ask))
+        return Visit([reachable, *findings], _sglang_report(url, state, ask))
     findings = [reachable, _version(url, ask)]
     try:
         card = _card(ask)
@@ -72,17 +74,17 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
         findings.append(Finding(url, "answers", Status.FAIL, repr_short(error), advice))
         return Visit(findings)
     findings.append(Finding(url, "answers", Status.OK, f"model {model}"))
-    told = _vllm_told(url, params, card, ask)
-    if told is not None:
-        findings += together.schema(url, about.own(), told.about)
+    report = _vllm_report(url, params, card, ask)
+    if report is not None:
+        findings += together.schema(url, about.own(), report.about)
     findings += [*_connector(url, params, ask, connect, greet), *_transfers(url, ask)]
-    return Visit(findings, told)
+    return Visit(findings, report)
 
 
 def _card(ask: Ask) -> Mapping[str, Any]:
     """What an engine says of its first model. Raises as `ask` and the types of JSON do."""
-    found: Mapping[str, Any] = json.loads(ask("/v1/models", None))["data"][0]
-    return found
+    card: Mapping[str, Any] = json.loads(ask("/v1/models", None))["data"][0]
+    return card
 
 
 def _context(card: Mapping[str, Any]) -> int:
@@ -91,85 +93,96 @@ def _context(card: Mapping[str, Any]) -> int:
     return said if isinstance(said, int) else 0
 
 
-def _vllm_told(url: str, params: Any, card: Mapping[str, Any], ask: Ask) -> Told | None:
+def _vllm_report(url: str, params: Any, card: Mapping[str, Any], ask: Ask) -> EngineReport | None:
     """What a vLLM engine says of itself; None without PDConnector."""
     produces = isinstance(params, dict) and bool(params.get("describe"))
     ours = produces or (isinstance(params, dict) and about.FIELD in params) or _has_metrics(ask)
     if not ours:
         return None
     model = str(card["id"])
-    return Told(url, about.read(params), produces, model, _tokens(ask, model), _context(card))
+    return EngineReport(
+        url, about.read(params), produces, model, _tokens(ask, model), _context(card)
+    )
 
 
-def _sglang_told(url: str, told: dict[str, Any], ask: Ask) -> Told | None:
+def _sglang_report(url: str, server_info: dict[str, Any], ask: Ask) -> EngineReport | None:
     """What an SGLang engine says of itself; None without PDConnector."""
-    states = _states(told)
-    model = str(told.get("served_model_name") or told.get("model_path"))
-    produces = told["disaggregation_mode"] == "prefill"
+    states = _states(server_info)
+    model = str(server_info.get("served_model_name") or server_info.get("model_path"))
+    produces = server_info["disaggregation_mode"] == "prefill"
     if not states:
         return None
     try:
         context = _context(_card(ask))
     except (PeerError, ValueError, LookupError, TypeError, AttributeError):
         context = 0
-    return Told(url, about.read(states[0]), produces, model, _tokens(ask, model), context)
+    return EngineReport(url, about.read(states[0]), produces, model, _tokens(ask, model), context)
 
 
 def _tokens(ask: Ask, model: str) -> tuple[object, ...]:
     """What the engine's tokenizer makes of a text and of a chat; None where it does not say."""
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SAMPLE}]
-    found: list[object] = []
+    tokenized: list[object] = []
     for question in ({"prompt": SAMPLE}, {"messages": chat}):
         try:
-            told = json.loads(ask("/tokenize", {"model": model, **question}))
-            found.append(told.get("tokens"))
+            answer = json.loads(ask("/tokenize", {"model": model, **question}))
+            tokenized.append(answer.get("tokens"))
         except (PeerError, ValueError, LookupError, AttributeError):
-            found.append(None)
-    return tuple(found)
+            tokenized.append(None)
+    return tuple(tokenized)
 
 
 def _sglang(ask: Ask) -> dict[str, Any] | None:
     """An SGLang engine's state; None for another engine."""
     try:
-        told = json.loads(ask("/server_info", None))
+        server_info = json.loads(ask("/server_info", None))
     except (PeerError, ValueError):
         return None
-    return told if isinstance(told, dict) and "disaggregation_mode" in told else None
+    return (
+        server_info
+        if isinstance(server_info, dict) and "disaggregation_mode" in server_info
+        else None
+    )
 
 
 def _sglang_findings(
-    url: str, told: dict[str, Any], ask: Ask, connect: Connect, greet: Greet
+    url: str, server_info: dict[str, Any], ask: Ask, connect: Connect, greet: Greet
 ) -> list[Finding]:
     """SGLang is not sent a prompt: it would refuse one without a bootstrap room."""
-    mode, backend = told["disaggregation_mode"], told.get("disaggregation_transfer_backend")
-    states = _states(told)
-    engine = [Finding(url, "SGLang", Status.OK, f"{told.get('version', '?')}, {mode}")]
+    mode, backend = (
+        server_info["disaggregation_mode"],
+        server_info.get("disaggregation_transfer_backend"),
+    )
+    states = _states(server_info)
+    engine = [Finding(url, "SGLang", Status.OK, f"{server_info.get('version', '?')}, {mode}")]
     if states:
         engine += together.schema(url, about.own(), about.read(states[0]))
     if mode not in ("prefill", "decode") or backend != BACKEND:
-        found = f"disaggregation mode {mode}, transfer backend {backend}"
+        text = f"disaggregation mode {mode}, transfer backend {backend}"
         advice = (
             "start it with --disaggregation-mode prefill (or decode) and "
             f"--disaggregation-transfer-backend {BACKEND}"
         )
-        return [*engine, Finding(url, "connector", Status.FAIL, found, advice)]
+        return [*engine, Finding(url, "connector", Status.FAIL, text, advice)]
     if mode == "decode":
-        found = "PDConnector, no control port: a decode engine dials and is not dialled"
-        return [*engine, Finding(url, "connector", Status.OK, found)]
+        text = "PDConnector, no control port: a decode engine dials and is not dialled"
+        return [*engine, Finding(url, "connector", Status.OK, text)]
     if not states:
         advice = "see that engine's log: pd_connector says there why it was not registered"
-        found = "its state has no address for KV transfers"
-        return [*engine, Finding(url, "connector", Status.FAIL, found, advice)]
-    asked = [_connector(url, {**one, "describe": True}, ask, connect, greet) for one in states]
-    return [*engine, *(finding for findings in asked for finding in findings)]
+        text = "its state has no address for KV transfers"
+        return [*engine, Finding(url, "connector", Status.FAIL, text, advice)]
+    by_rank = [
+        _connector(url, {**state, "describe": True}, ask, connect, greet) for state in states
+    ]
+    return [*engine, *(finding for findings in by_rank for finding in findings)]
 
 
-def _states(told: dict[str, Any]) -> list[dict[str, Any]]:
+def _states(server_info: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank of an SGLang engine with PDConnector says."""
-    states = told.get("internal_states")
+    states = server_info.get("internal_states")
     listed = states if isinstance(states, list) else []
-    ours = [one.get(BACKEND) for one in listed if isinstance(one, dict)]
-    return [one for one in ours if isinstance(one, dict) and one]
+    ours = [state.get(BACKEND) for state in listed if isinstance(state, dict)]
+    return [state for state in ours if isinstance(state, dict) and state]
 
 
 def _version(url: str, ask: Ask) -> Finding:
@@ -196,8 +209,8 @@ def _transfers(url: str, ask: Ask) -> list[Finding]:
     outage, staged = outage_in(metrics), staged_in(metrics)
     findings = [Finding(url, "transfers", Status.FAIL, *outage)] if outage else []
     if staged:
-        found = "KV of its GPU passes through host memory"
-        findings.append(Finding(url, "slots", Status.OK, found, staged))
+        text = "KV of its GPU passes through host memory"
+        findings.append(Finding(url, "slots", Status.OK, text, staged))
     return findings
 
 
@@ -254,14 +267,14 @@ def _ports(url: str, params: Mapping[str, Any]) -> list[Finding]:
 def _without_address(url: str, params: Any, ask: Ask) -> Finding:
     """A decode engine has no control port. An engine without PDConnector does not have its metrics."""
     if _has_metrics(ask):
-        found = "PDConnector, no control port: decode only (kv_consumer), which dials and is not dialled"
-        return Finding(url, "connector", Status.OK, found)
-    found = "another connector" if params else "no KV connector"
+        text = "PDConnector, no control port: decode only (kv_consumer), which dials and is not dialled"
+        return Finding(url, "connector", Status.OK, text)
+    text = "another connector" if params else "no KV connector"
     return Finding(
         url,
         "connector",
         Status.FAIL,
-        f"{found} answers there",
+        f"{text} answers there",
         'start it with --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'',
     )
 

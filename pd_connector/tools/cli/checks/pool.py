@@ -29,7 +29,7 @@ def look() -> Pool:
     try:
         if settings := load(True):
             budget = settings.memory.budget
-            inner = next(one for one in (memory, memory.parent, tmpfs) if one.is_dir())
+            inner = next(path for path in (memory, memory.parent, tmpfs) if path.is_dir())
             if not os.access(inner, os.W_OK | os.X_OK):
                 refused = f"{inner}: this user cannot write there; mount it writable, or name another tmpfs in {SHM_VARIABLE}"
     except ConfigError as error:
@@ -46,16 +46,18 @@ def look() -> Pool:
 def _inside(facts: Pool, memory: Path) -> Pool:
     store = LocalStore(Space(memory, 0), visits=True)
     try:
-        found = store.status()
-        disk = next((Path(tier.path) for tier in found.tiers if tier.name == DISK), None)
+        status = store.status()
+        disk = next((Path(tier.path) for tier in status.tiers if tier.name == DISK), None)
         if disk is not None:
             store.close()
             store = LocalStore(Space(memory, 0), Space(disk, 0), visits=True)
-            found = store.status()
+            status = store.status()
         held = tuple(
-            (tier.name, tier.path, tier.chunks, tier.nbytes, tier.budget) for tier in found.tiers
+            (tier.name, tier.path, tier.chunks, tier.nbytes, tier.budget) for tier in status.tiers
         )
-        unknown = tuple(one.engine for one in advertised_engines(store.told()) if not one.model)
+        unknown = tuple(
+            engine.engine for engine in advertised_engines(store.advertised()) if not engine.model
+        )
         return Pool(
             facts.folder,
             facts.kind,
@@ -63,10 +65,10 @@ def _inside(facts: Pool, memory: Path) -> Pool:
             facts.default_bytes,
             facts.refused,
             held,
-            found.engines - 1,
+            status.engines - 1,
             unknown,
-            found.problem,
-            tuple((tier.tier, tier.why) for tier in found.unwritable),
+            status.problem,
+            tuple((tier.tier, tier.why) for tier in status.unwritable),
         )
     finally:
         store.close()
@@ -82,19 +84,19 @@ def check(facts: Facts) -> list[Finding]:
 
 def folder(pool: Pool) -> Finding:
     """Whether an engine with `pool: true` would start."""
-    found = f"{pool.folder} ({pool.kind or 'nothing there'}, {text_of(pool.tmpfs_bytes)})"
+    text = f"{pool.folder} ({pool.kind or 'nothing there'}, {text_of(pool.tmpfs_bytes)})"
     if not pool.refused:
-        found += f"; memory by default {text_of(pool.default_bytes)}"
-        return Finding(AREA, "folder", Status.OK, found)
+        text += f"; memory by default {text_of(pool.default_bytes)}"
+        return Finding(AREA, "folder", Status.OK, text)
     advice = f"engines with the config key pool do not start: {pool.refused}"
-    return Finding(AREA, "folder", Status.WARN, found, advice)
+    return Finding(AREA, "folder", Status.WARN, text, advice)
 
 
 def contents(pool: Pool) -> list[Finding]:
     """What is held, by tier."""
     if not pool.held:
-        found = "no engine of this user has used it since this machine started"
-        return [Finding(AREA, "contents", Status.OK, found)]
+        text = "no engine of this user has used it since this machine started"
+        return [Finding(AREA, "contents", Status.OK, text)]
     lines = []
     for tier, path, chunks, nbytes, budget in pool.held:
         of = f" of {text_of(budget)}" if budget else ""
@@ -121,10 +123,10 @@ def engines(pool: Pool) -> list[Finding]:
         place, _, advice = why.partition("; ")
         lines.append(Finding(AREA, f"saves in {tier}", Status.WARN, place, advice))
     if pool.unknown:
-        found = f"{', '.join(pool.unknown)}: does not know all bytes of its weights"
+        text = f"{', '.join(pool.unknown)}: does not know all bytes of its weights"
         advice = (
             "it neither reads nor writes until it does: after a start that takes a while; weights without files, or changed "
             "without a version, are never known (docs/pool.md)"
         )
-        lines.append(Finding(AREA, "off at", Status.WARN, found, advice))
+        lines.append(Finding(AREA, "off at", Status.WARN, text, advice))
     return lines

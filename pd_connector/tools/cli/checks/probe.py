@@ -76,7 +76,7 @@ import triton
 import torch
 from pd_connector.memory.device_slab import DeviceSlab
 from pd_connector.transport.nixl.agent import NixlAgent
-from pd_connector.transport.nixl.trial import try_out
+from pd_connector.transport.nixl.agent import try_out
 slab = DeviceSlab(1, 1 << 20, torch.device("cuda", 0))
 try_out(NixlAgent("pd-connector-doctor", "127.0.0.1", slab), "pd-connector-doctor", slab)
 """
@@ -113,7 +113,7 @@ def attempt(code: str, timeout_s: float = TRIAL_S) -> Trial:
     leaves out. It does not see the current folder, whose files could hide installed packages.
     """
     here = os.path.realpath(os.curdir)
-    folders = [one for one in sys.path if one and os.path.realpath(one) != here]
+    folders = [folder for folder in sys.path if folder and os.path.realpath(folder) != here]
     if _ROOT not in folders:
         folders.insert(0, _ROOT)
     with subprocess.Popen(
@@ -307,7 +307,7 @@ def network(host: str) -> Network:
 
 
 def _interface_addresses() -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
+    by_interface: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, interface in socket.if_nameindex():
             request = struct.pack("256s", interface.encode()[:15])
@@ -315,14 +315,14 @@ def _interface_addresses() -> dict[str, tuple[str, ...]]:
                 answer = fcntl.ioctl(asker, _SIOCGIFADDR, request)
             except OSError:  # it has no address
                 continue
-            found.setdefault(interface, []).append(socket.inet_ntoa(answer[20:24]))
+            by_interface.setdefault(interface, []).append(socket.inet_ntoa(answer[20:24]))
     inet6 = Path("/proc/net/if_inet6")
     for line in inet6.read_text().splitlines() if inet6.exists() else ():
         digits, *_, interface = line.split()
         address = ipaddress.IPv6Address(int(digits, 16))
         if not address.is_link_local:
-            found.setdefault(interface, []).append(str(address))
-    return {interface: tuple(addresses) for interface, addresses in found.items()}
+            by_interface.setdefault(interface, []).append(str(address))
+    return {interface: tuple(addresses) for interface, addresses in by_interface.items()}
 
 
 def _outward() -> str | None:
@@ -338,21 +338,21 @@ def _outward() -> str | None:
 
 def _resolve(host: str) -> tuple[str, ...]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: not a possible name
         return ()
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # as the connector does
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)  # as the connector does
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def _cannot_bind(host: str) -> str:
-    found = _resolve(host)
-    if not found:
+    resolved = _resolve(host)
+    if not resolved:
         return "the name does not resolve"
-    family = socket.AF_INET6 if ":" in found[0] else socket.AF_INET
+    family = socket.AF_INET6 if ":" in resolved[0] else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((found[0], 0))
+            listener.bind((resolved[0], 0))
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -367,13 +367,13 @@ def _port_range() -> tuple[int, int]:
 
 
 def _firewalls() -> tuple[str, ...]:
-    found = []
+    active = []
     ufw = Path("/etc/ufw/ufw.conf")
     try:
         if ufw.exists() and re.search(r"^ENABLED=yes", ufw.read_text(), re.MULTILINE):
-            found.append("ufw")
+            active.append("ufw")
     except OSError:
         pass
     if Path("/run/firewalld").is_dir():
-        found.append("firewalld")
-    return tuple(found)
+        active.append("firewalld")
+    return tuple(active)

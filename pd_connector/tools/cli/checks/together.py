@@ -12,34 +12,36 @@ AREA = "engines together"
 _HERE = "pd-connector here"
 
 
-class Told(NamedTuple):
-    """What one engine with PDConnector says of itself."""
+class EngineReport(NamedTuple):
+    """What one engine with PDConnector reports about itself."""
 
     url: str
     about: About
     produces: bool
     model: str  # the name under which it serves its model
     tokens: tuple[object, ...] = ()  # of a text and of a chat; None where it does not say
-    context: int = 0  # tokens of the longest prompt with its answer; 0: not said
+    context: int = 0  # tokens of the longest prompt with its answer; 0: not known
 
 
-def check(engines: Sequence[Told]) -> list[Finding]:
+def check(engines: Sequence[EngineReport]) -> list[Finding]:
     """All findings about engines of one setup. Each is compared with the first prefill engine among them, or with the
     first engine."""
     if len(engines) < 2:
         return []
-    first = next((one for one in engines if one.produces), engines[0])
-    compared = [_compare(first, one) for one in engines if one is not first]
+    first = next((engine for engine in engines if engine.produces), engines[0])
+    compared = [_compare(first, engine) for engine in engines if engine is not first]
     findings = [finding for finding in compared if finding is not None]
     if not findings:
-        found = f"{len(engines)} engines serve {first.model} and speak wire schema {first.about.schemas}"
-        if any(one.about.model is None for one in engines):
-            found += (
+        text = f"{len(engines)} engines serve {first.model} and speak wire schema {first.about.schemas}"
+        if any(engine.about.model is None for engine in engines):
+            text += (
                 "; their weights were not compared: a version of pd-connector does not tell them"
             )
-        findings = [Finding(AREA, "models", Status.OK, found)]
-    drafts = [_drafts(one, other) for one in engines for other in engines if one is not other]
-    return [*findings, *(one for one in drafts if one is not None), *_contexts(engines)]
+        findings = [Finding(AREA, "models", Status.OK, text)]
+    drafts = [
+        _drafts(engine, other) for engine in engines for other in engines if engine is not other
+    ]
+    return [*findings, *(engine for engine in drafts if engine is not None), *_contexts(engines)]
 
 
 def schema(url: str, here: About, there: About) -> list[Finding]:
@@ -48,7 +50,7 @@ def schema(url: str, here: About, there: About) -> list[Finding]:
     return [Finding(url, "wire schema", Status.FAIL, *problem)] if problem else []
 
 
-def _compare(first: Told, other: Told) -> Finding | None:
+def _compare(first: EngineReport, other: EngineReport) -> Finding | None:
     ours, theirs = first.about, other.about
     if problem := _schema_problem(first.url, ours, other.url, theirs):
         return Finding(AREA, "wire schema", Status.FAIL, *problem)
@@ -60,28 +62,28 @@ def _compare(first: Told, other: Told) -> Finding | None:
                 f"no KV passes between {first.url} and {other.url} until both serve the same model"
             )
             return Finding(AREA, "models", Status.FAIL, text, advice)
-    for what, flag, one, two in zip(
+    for what, flag, first_tokens, two in zip(
         ("text", "chat"),
         ("--tokenizer", "--chat-template"),
         first.tokens,
         other.tokens,
         strict=False,
     ):
-        if one and two and one != two:
-            found = f"{first.url} and {other.url} make unlike tokens of the same {what}"
+        if first_tokens and two and first_tokens != two:
+            said = f"{first.url} and {other.url} make unlike tokens of the same {what}"
             advice = f"give both engines the same {flag}: KV of a prompt is of no use to an engine that reads other tokens"
-            return Finding(AREA, "tokenizers", Status.FAIL, found, advice)
+            return Finding(AREA, "tokenizers", Status.FAIL, said, advice)
     if first.model != other.model:
-        found = f"{first.url} serves {first.model}, {other.url} serves {other.model}"
+        said = f"{first.url} serves {first.model}, {other.url} serves {other.model}"
         advice = (
             "a router pairs engines of one name only: give both engines the same model and the same "
             "--served-model-name, or name one setup at a time"
         )
-        return Finding(AREA, "models", Status.WARN, found, advice)
+        return Finding(AREA, "models", Status.WARN, said, advice)
     return None
 
 
-def _drafts(source: Told, target: Told) -> Finding | None:
+def _drafts(source: EngineReport, target: EngineReport) -> Finding | None:
     """Whether an engine that drafts takes no KV from another one, which does not have its draft model."""
     ours, theirs = source.about.model, target.about.model
     if not source.produces or ours is None or theirs is None or not theirs.draft:
@@ -93,18 +95,18 @@ def _drafts(source: Told, target: Told) -> Finding | None:
     return Finding(AREA, "drafts", Status.WARN, text, advice)
 
 
-def _contexts(engines: Sequence[Told]) -> list[Finding]:
+def _contexts(engines: Sequence[EngineReport]) -> list[Finding]:
     """Whether all engines take prompts of the same length."""
-    said = [one for one in engines if one.context]
-    if len({one.context for one in said}) < 2:
+    said = [engine for engine in engines if engine.context]
+    if len({engine.context for engine in said}) < 2:
         return []
-    found = ", ".join(f"{one.url} takes {one.context:,} tokens" for one in said)
-    least = min(one.context for one in said)
+    text = ", ".join(f"{engine.url} takes {engine.context:,} tokens" for engine in said)
+    least = min(engine.context for engine in said)
     advice = (
         f"give all the same --max-model-len (SGLang: --context-length), or keep requests within {least:,} tokens. pd-router sends a "
         "longer one where it fits; other proxies get status 400 for it"
     )
-    return [Finding(AREA, "contexts", Status.WARN, found, advice)]
+    return [Finding(AREA, "contexts", Status.WARN, text, advice)]
 
 
 def _schema_problem(name: str, ours: About, other: str, theirs: About) -> tuple[str, str] | None:
@@ -112,8 +114,8 @@ def _schema_problem(name: str, ours: About, other: str, theirs: About) -> tuple[
     if older is None:
         return None
     both = ((name, ours), (other, theirs))
-    told = ", ".join(f"{who} speaks {it.schemas} ({it.version or 'older'})" for who, it in both)
+    spoken = ", ".join(f"{who} speaks {it.schemas} ({it.version or 'older'})" for who, it in both)
     behind = name if older else other
     upgrade = behind if behind == _HERE else f"pd-connector at {behind}"
-    found = f"no common wire schema: {told}: no KV passes between the two"
-    return found, f"upgrade {upgrade}; one schema apart works"
+    text = f"no common wire schema: {spoken}: no KV passes between the two"
+    return text, f"upgrade {upgrade}; one schema apart works"

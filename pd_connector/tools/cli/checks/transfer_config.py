@@ -88,15 +88,15 @@ def check(written: Written, environment: Mapping[str, str]) -> list[Finding]:
     findings = [*_unknown(place, value), *_name(place, value), *_role(place, value)]
     extra = value.get("kv_connector_extra_config", {})
     if not isinstance(extra, Mapping):
-        found = f"kv_connector_extra_config {extra!r}"
-        return [*findings, Finding(place, "config", Status.FAIL, found, "must be a JSON object")]
+        text = f"kv_connector_extra_config {extra!r}"
+        return [*findings, Finding(place, "config", Status.FAIL, text, "must be a JSON object")]
     if _is_wrapper(value):
         return [*findings, *_parts(place, value, extra, environment)]
     if _meant(value.get("kv_connector")):
         if "kv_load_failure_policy" in value:
-            found = "kv_load_failure_policy has no effect on PDConnector"
+            text = "kv_load_failure_policy has no effect on PDConnector"
             advice = "set `on_failure` in kv_connector_extra_config instead, or leave it out"
-            findings.append(Finding(place, "failures", Status.WARN, found, advice))
+            findings.append(Finding(place, "failures", Status.WARN, text, advice))
         findings += _extra(place, extra, environment)
     return findings
 
@@ -112,14 +112,14 @@ def _extra(
         problems += error.args
     pool = extra.get("pool", False)
     try:
-        if isinstance(pool, bool | Mapping):  # the config has said if it is neither
+        if isinstance(pool, bool | Mapping):  # `Config.load` reports a value that is neither
             check_pool(pool)
     except ConfigError as error:
         problems += error.args
     yield from (Finding(place, "config", Status.FAIL, problem) for problem in problems)
     if problems:
         return
-    found = ", ".join(f"{name} {extra[name]!r}" for name in extra if name != "key") or "defaults"
+    text = ", ".join(f"{name} {extra[name]!r}" for name in extra if name != "key") or "defaults"
     if "key" in extra:
         yield Finding(
             place,
@@ -129,18 +129,18 @@ def _extra(
             f"set it in the variable {KEY_VARIABLE}",
         )
         return
-    yield Finding(place, "config", Status.OK, f"{found}; host {host}")
+    yield Finding(place, "config", Status.OK, f"{text}; host {host}")
 
 
 def _unknown(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
     for key in value:
         if key in UNUSED:
-            found = f"{key} has no effect on PDConnector"
-            yield Finding(place, key, Status.WARN, found, "leave it out")
+            text = f"{key} has no effect on PDConnector"
+            yield Finding(place, key, Status.WARN, text, "leave it out")
         elif key in Config.__struct_fields__:
-            found = f"{key!r} is a key of the connector, not of vLLM"
+            text = f"{key!r} is a key of the connector, not of vLLM"
             advice = f'write "kv_connector_extra_config": {{{json.dumps(key)}: {json.dumps(value[key])}}}'
-            yield Finding(place, "keys", Status.FAIL, found, advice)
+            yield Finding(place, "keys", Status.FAIL, text, advice)
         elif key not in KEYS:
             advice = did_you_mean(key, KEYS) or f"vLLM knows {', '.join(KEYS)}"
             yield Finding(place, "keys", Status.FAIL, f"unknown key {key!r}", advice)
@@ -164,10 +164,10 @@ def _name(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
         return
     advice = f'write "kv_connector": "{NAME}"'
     if _meant(name):
-        found = f"kv_connector {name!r}: did you mean {NAME!r}?"
+        text = f"kv_connector {name!r}: did you mean {NAME!r}?"
         if name == "PdConnector":
-            found += " PdConnector is Dynamo's own connector"
-        yield Finding(place, "connector", Status.FAIL, found, advice)
+            text += " PdConnector is Dynamo's own connector"
+        yield Finding(place, "connector", Status.FAIL, text, advice)
     elif not isinstance(name, str):
         yield Finding(
             place,
@@ -177,27 +177,27 @@ def _name(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
             advice,
         )
     else:
-        found = f"{name}, not PDConnector: nothing of pd-connector is used"
-        yield Finding(place, "connector", Status.WARN, found, advice)
+        text = f"{name}, not PDConnector: nothing of pd-connector is used"
+        yield Finding(place, "connector", Status.WARN, text, advice)
 
 
 def _role(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
     role, name = value.get("kv_role"), value.get("kv_connector")
     if role in ROLES:
-        known = name == NAME or _is_wrapper(value)  # `_name` says what is wrong with another one
-        found = f"{name}, {role}" if known else str(role)
-        yield Finding(place, "connector" if known else "role", Status.OK, found)
+        ours = name == NAME or _is_wrapper(value)  # `_name` says what is wrong with another one
+        text = f"{name}, {role}" if ours else str(role)
+        yield Finding(place, "connector" if ours else "role", Status.OK, text)
         return
     words = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
-    asked = f"kv_{str(role).lower().removeprefix('kv_')}"
-    near = words.get(str(role)) or "".join(difflib.get_close_matches(asked, ROLES, n=1))
-    found = "no kv_role" if role is None else f"kv_role {role!r}"
+    guess = f"kv_{str(role).lower().removeprefix('kv_')}"
+    near = words.get(str(role)) or "".join(difflib.get_close_matches(guess, ROLES, n=1))
+    text = "no kv_role" if role is None else f"kv_role {role!r}"
     advice = (
         f"did you mean {near!r}?"
         if near and role is not None
         else f"must be one of {', '.join(ROLES)}"
     )
-    yield Finding(place, "role", Status.FAIL, found, advice)
+    yield Finding(place, "role", Status.FAIL, text, advice)
 
 
 def _parts(
@@ -205,15 +205,15 @@ def _parts(
 ) -> Iterator[Finding]:
     parts = extra.get("connectors")
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        found = f"kv_connector_extra_config.connectors is {parts!r}"
+        text = f"kv_connector_extra_config.connectors is {parts!r}"
         yield Finding(
-            place, "parts", Status.FAIL, found, "must be a list of objects, one a connector"
+            place, "parts", Status.FAIL, text, "must be a list of objects, one a connector"
         )
         return
     names = [str(part.get("kv_connector")) for part in parts]
     if NAME not in names:
-        found = f"{', '.join(names) or 'no connector'}: PDConnector is not among the parts"
-        yield Finding(place, "parts", Status.WARN, found, f"add one with kv_connector {NAME}")
+        text = f"{', '.join(names) or 'no connector'}: PDConnector is not among the parts"
+        yield Finding(place, "parts", Status.WARN, text, f"add one with kv_connector {NAME}")
         return
     for number, part in enumerate(parts):
         if part.get("kv_connector") == NAME:
@@ -227,14 +227,14 @@ def _parts(
             f"leave {rivals[0]} out",
         )
     if names[0] != NAME:
-        found = (
+        text = (
             f"{names[0]} comes before PDConnector: the first part that has KV of a prompt loads it"
         )
-        yield Finding(place, "parts", Status.WARN, found, "name PDConnector first")
+        yield Finding(place, "parts", Status.WARN, text, "name PDConnector first")
     if value.get("kv_load_failure_policy", "fail") != "recompute":
-        found = "requests whose KV does not arrive fail"
+        text = "requests whose KV does not arrive fail"
         advice = 'write "kv_load_failure_policy": "recompute" beside "kv_connector"'
-        yield Finding(place, "failures", Status.WARN, found, advice)
+        yield Finding(place, "failures", Status.WARN, text, advice)
 
 
 def parts_of(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -33,19 +33,19 @@ def automatic(facts: Facts) -> Finding:
     machine = Machine(seen.devices, seen.nixl is not None)
     plain = choose(Config(), machine)
     trusted = choose(Config(insecure_data=True), machine)
-    found = ", ".join(plain.names)
+    text = ", ".join(plain.names)
     if plain.names == trusted.names:
-        return Finding(AREA, "auto", Status.OK, found, plain.advice)
-    found += f"; with `insecure_data: true` {', '.join(trusted.names)}"
-    return Finding(AREA, "auto", Status.OK, found, plain.advice)
+        return Finding(AREA, "auto", Status.OK, text, plain.advice)
+    text += f"; with `insecure_data: true` {', '.join(trusted.names)}"
+    return Finding(AREA, "auto", Status.OK, text, plain.advice)
 
 
 def tcp(facts: Facts) -> Finding:
     """The ciphers for control messages and bulk data between machines, once a key is set."""
-    found = f"pyzmq {facts.software.versions.get('pyzmq', '?')}, libzmq {facts.transports.zmq}"
+    text = f"pyzmq {facts.software.versions.get('pyzmq', '?')}, libzmq {facts.transports.zmq}"
     if facts.transports.curve:
         cipher = "AES-GCM" if facts.transports.fast_aes else "ChaCha20-Poly1305"
-        said = f"{found}; with a key, CURVE encrypts control messages and {cipher} data"
+        said = f"{text}; with a key, CURVE encrypts control messages and {cipher} data"
         if not facts.transports.fast_aes:
             said += " (this processor has no instructions for AES)"
         return Finding(AREA, "tcp", Status.OK, said)
@@ -53,7 +53,7 @@ def tcp(facts: Facts) -> Finding:
         AREA,
         "tcp",
         Status.FAIL,
-        f"{found}, without CURVE encryption",
+        f"{text}, without CURVE encryption",
         "engines on different machines cannot be protected: pip install --force-reinstall "
         "--no-deps --only-binary pyzmq pyzmq",
     )
@@ -96,14 +96,14 @@ def device_slots(facts: Facts) -> list[Finding]:
             "NIXL for torch's CUDA (nixl-cu13 or nixl-cu12), and Triton"
         )
         return [Finding(AREA, name, Status.WARN, why, advice)]
-    found = "NIXL moves the GPU's memory"
+    text = "NIXL moves the GPU's memory"
     if seen.rdma_devices and not seen.peermem:
         advice = (
             "between machines UCX needs nvidia_peermem (modprobe nvidia_peermem) or the driver's dma-buf, "
             "or it copies through host memory"
         )
-        return [Finding(AREA, name, Status.OK, found, advice)]
-    return [Finding(AREA, name, Status.OK, found)]
+        return [Finding(AREA, name, Status.OK, text, advice)]
+    return [Finding(AREA, name, Status.OK, text)]
 
 
 def ucx(facts: Facts) -> Finding:
@@ -166,10 +166,10 @@ def ucx_net_devices(facts: Facts) -> list[Finding]:
     value = facts.environment.get("UCX_NET_DEVICES")
     if value is None:
         return []
-    known = {"all", *facts.transports.interfaces, *facts.transports.rdma_devices}
+    devices = {"all", *facts.transports.interfaces, *facts.transports.rdma_devices}
     # An RDMA device is written with its port: mlx5_0:1.
     names = [name.strip() for name in value.lstrip("^").split(",")]
-    missing = [name for name in names if name.partition(":")[0] not in known]
+    missing = [name for name in names if name.partition(":")[0] not in devices]
     # UCX itself resolves patterns.
     missing = [name for name in missing if not set(name) & set("*?[")]
     if not missing:
@@ -180,7 +180,7 @@ def ucx_net_devices(facts: Facts) -> list[Finding]:
             "UCX_NET_DEVICES",
             Status.FAIL,
             f"{value}: no device {', '.join(missing)} here",
-            f"name one of {', '.join(sorted(known - {'all'}))}, or unset it",
+            f"name one of {', '.join(sorted(devices - {'all'}))}, or unset it",
         )
     ]
 

@@ -31,11 +31,11 @@ def in_text(text: str, place: str) -> list[Written]:
 def _object(text: str) -> dict[str, Any] | str:
     """The object, or why the text has none."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         at = getattr(error, "pos", 0)
         return f"{error}: ... {text[max(0, at - 20) : at + 20].strip()} ..."
-    return found if isinstance(found, dict) else f"{text[:40]!r} is not a JSON object"
+    return value if isinstance(value, dict) else f"{text[:40]!r} is not a JSON object"
 
 
 def _in_yaml(text: str, place: str) -> Iterator[Written]:
@@ -45,8 +45,8 @@ def _in_yaml(text: str, place: str) -> Iterator[Written]:
             yield from _in_node(document, place)
     except yaml.YAMLError as error:
         advice = "; it is a template: check the output of `helm template`" if "{{" in text else ""
-        told = " ".join(str(error).split())
-        raise ConfigError(f"{place}: is not YAML: {told}{advice}") from None
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{place}: is not YAML: {problem}{advice}") from None
 
 
 def _pyyaml(place: str) -> Any:
@@ -67,7 +67,7 @@ def _in_node(node: Any, place: str) -> Iterator[Written]:
             yield from _in_node(value, place)
     elif isinstance(node, yaml.SequenceNode):
         flagged = False
-        scalars = [one.value if isinstance(one, yaml.ScalarNode) else "" for one in node.value]
+        scalars = [item.value if isinstance(item, yaml.ScalarNode) else "" for item in node.value]
         speculation = _speculation(scalars)
         for item, scalar in zip(node.value, scalars, strict=True):
             if flagged:
@@ -96,14 +96,14 @@ def _in_scalar(text: str, where: str) -> Iterator[Written]:
     ) is not None:
         at = start + match.end()
         try:
-            found, end = _DECODER.raw_decode(text, at)
+            value, end = _DECODER.raw_decode(text, at)
         except ValueError:
             yield Written(where, _object(text[at:].split("'")[0].strip()))
             return
         begins = [match.start() for match in _COMMAND.finditer(text)]
-        begin = max((one for one in begins if one <= at), default=0)
-        stop = min((one for one in begins if one > at), default=len(text))
-        yield Written(where, found, _speculation([text[begin:stop]]))
+        begin = max((place for place in begins if place <= at), default=0)
+        stop = min((place for place in begins if place > at), default=len(text))
+        yield Written(where, value, _speculation([text[begin:stop]]))
         start = end
 
 

@@ -26,8 +26,8 @@ API_VARIABLE = "PD_ROUTER_KUBERNETES_API"
 
 
 class MembersError(Exception):
-    """The engines of a name could not be looked up. The message says what was asked and what came
-    back."""
+    """The engines of a name could not be looked up. The message has the query and the
+    answer."""
 
 
 class StatusError(MembersError):
@@ -39,7 +39,7 @@ class StatusError(MembersError):
 
 
 class Access(NamedTuple):
-    """Where the API server is, and what it wants to see."""
+    """The address of the API server, and the credentials for it."""
 
     base: str
     headers: Mapping[str, str]

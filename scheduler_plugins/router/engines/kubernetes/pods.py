@@ -96,7 +96,7 @@ class Pods:
             await asyncio.sleep(_pause_s(failed))
 
     def _failed(self, error: MembersError, *, before: int) -> None:
-        """Something could not be learnt. A watch that broke once is resumed without a word.
+        """A list or a watch failed. If a watch broke for the first time, it is resumed and nothing is logged.
 
         Args:
             before: failures in a row before this one.

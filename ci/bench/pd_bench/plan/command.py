@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector bench plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pd_bench.command_output import exit_codes, report
+from pd_bench.plan.searches import TPOT_S, Searched, front_cpu_s, on_the_other_half, searched
+from pd_bench.plan.stock import alike, nodes
+from pd_bench.report import BenchError, Comparison
+from pd_bench.sample import Sample
+from pd_connector.tools.output import Json
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.planner.goodput import Promise
+from scheduler_plugins.planner.plan import SEARCHES
+from scheduler_plugins.sim import trace
+from scheduler_plugins.sim.trace import TraceError
+
+OF_EXHAUSTIVE, ON_OTHER_HALF, MOST_SIMULATED, MOST_FRONT_S = 0.97, 0.95, 300_000.0, 5.0
+PAPERS = tuple(name for name in SEARCHES if name not in ("planner", "colocated"))
+Traces = Annotated[list[Path], typer.Argument(help="Traces: azure_code.csv, Mooncake's.")]
+Ttft = Annotated[float, typer.Option(min=1, help="Promised time to first token.")]
+Each = Annotated[int, typer.Option(min=20, help="Requests of each of four windows.")]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="The planner's search beside an exhaustive one and papers, simulated.",
+)
+
+
+@app.command("search")
+def search(traces: Traces, each: Each = 200, ttft_ms: Ttft = 500, json: Json = None) -> None:
+    """Eight H100, tensor parallelism 1, 2, 4: ours beside every mix, and on the other half of the trace."""
+    rows, counts = list[Comparison](), list[Comparison]()
+    promise = Promise(ttft_ms / 1e3, TPOT_S)
+    with exit_codes(Console(stderr=True)):
+        for path in traces:
+            requests, inventory = _read(path), alike()
+            params: dict[str, str | int | float] = {"trace": path.stem}
+            ours, theirs = (
+                searched(inventory, requests, each, promise, name)
+                for name in ("planner", "exhaustive")
+            )
+            _say(f"{path.stem}: ours {_text(ours)}; exhaustive {_text(theirs)}")
+            rows.append(_row("rate", params, ours.per_s, theirs.per_s, OF_EXHAUSTIVE))
+            counts.append(
+                _row("simulated requests", params, ours.simulated, theirs.simulated, None)
+            )
+            halves, plans = on_the_other_half(inventory, requests, each, promise)
+            _say(f"{path.stem}, first half: ours {_text(plans[0])}; exhaustive {_text(plans[1])}")
+            rows.append(
+                _row("rate, other half", params, halves.ours, halves.exhaustive, ON_OTHER_HALF)
+            )
+            both = searched(inventory, requests, each, promise, "colocated")
+            _say(f"{path.stem}: engines that do both {_text(both)}")
+            best = max(ours.per_s, both.per_s)
+            rows.append(_row("recommended beside colocated", params, best, both.per_s, 1.0))
+    report([("exhaustive", rows), ("exhaustive", counts)], _NOTES, json)
+
+
+@app.command("unlike")
+def unlike(traces: Traces, each: Each = 200, ttft_ms: Ttft = 500, json: Json = None) -> None:
+    """A node of eight H100 and one of eight A100: ours beside the searches of papers, and what all took."""
+    rows, counts = list[Comparison](), list[Comparison]()
+    promise = Promise(ttft_ms / 1e3, TPOT_S)
+    with exit_codes(Console(stderr=True)):
+        for path in traces:
+            requests, inventory = _read(path), nodes("H100", "A100")
+            params: dict[str, str | int | float] = {"trace": path.stem}
+            results = {
+                name: searched(inventory, requests, each, promise, name) for name in SEARCHES
+            }
+            for name, result in results.items():
+                _say(f"{path.stem}, {name}: {_text(result)}")
+            ours = results["planner"]
+            for name in PAPERS:
+                if results[name].best:
+                    rows.append(
+                        _row(f"beside {name}", params, ours.per_s, results[name].per_s, 0.98)
+                    )
+            counts.append(_row("simulated requests", params, ours.simulated, MOST_SIMULATED, 1.0))
+    report([("paper", rows), ("allowed", counts)], _NOTES, json)
+
+
+@app.command("front")
+def front(traces: Traces, json: Json = None) -> None:
+    """64 GPUs of four kinds: CPU seconds of the front."""
+    rows = []
+    with exit_codes(Console(stderr=True)):
+        for path in traces:
+            took_s, mixes = front_cpu_s(nodes("H100", "A100", "L40S", "H200", gpus=16), _read(path))
+            _say(f"{path.stem}: {mixes} mixes in {took_s:.2f} CPU s")
+            params: dict[str, str | int | float] = {"trace": path.stem, "mixes": mixes}
+            rows.append(_row("CPU s", params, took_s, MOST_FRONT_S, 1.0))
+    report([("allowed", rows)], [], json)
+
+
+_NOTES = [
+    "simulated, level 2: no engine was run",
+    "costs are estimated from data sheets",
+    "a rate is results to 1.5 %, and a fleet replaces another from 2 % on",
+]
+
+
+def _text(search: Searched) -> str:
+    name = search.best.name if search.best else "nothing"
+    took = f"{search.runs} runs, {search.simulated:,} requests"
+    return f"{name}, {search.per_s:.2f} a second ({took})"
+
+
+def _row(
+    name: str,
+    params: dict[str, str | int | float],
+    ours: float,
+    theirs: float,
+    bar: float | None,
+) -> Comparison:
+    higher = name not in ("simulated requests", "CPU s")
+    return Comparison(name, params, Sample((ours,)), Sample((theirs,)), "", bar, higher)
+
+
+def _read(path: Path) -> Sequence[Waiting]:
+    try:
+        return trace.load(path)
+    except TraceError as error:
+        raise BenchError(str(error)) from None
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)

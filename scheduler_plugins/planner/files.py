@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a plan: the fleets, the commands that start the recommended one, the router's file, and the chart's values."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pd_connector.errors import PDConnectorError
+from scheduler_plugins.planner.plan import Plan, Row
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.policies.registry import DEFAULT
+from scheduler_plugins.sim.fleet import Fleet, FleetFile, LinksFile, NodeFile, PartFile
+from scheduler_plugins.sim.links import Network
+from scheduler_plugins.sim.simulate import CHUNK_TOKENS
+
+FIRST_PORT = 8100
+_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+_SCHEDULER = "scheduler_plugins.vllm.PrefixAwareScheduler"
+Values = dict[str, object] | None
+
+
+class Engine(NamedTuple):
+    """An engine to start."""
+
+    role: Role
+    node: str
+    port: int
+    gpus: tuple[int, ...]
+    chunk_tokens: int
+    alone: bool  # it takes part in no handoff
+
+    def command(self, model: str, apart: bool) -> str:
+        """The line that starts it. `apart`: other engines are on other nodes."""
+        words = ["vllm", "serve", model]
+        if apart:
+            words += ["--host", "0.0.0.0"]
+        words += ["--port", str(self.port), "--tensor-parallel-size", str(len(self.gpus))]
+        words += ["--max-num-batched-tokens", str(self.chunk_tokens)]
+        words += ["--scheduler-cls", _SCHEDULER]
+        if not self.alone:
+            transfer: dict[str, object] = {
+                "kv_connector": "PDConnector",
+                "kv_role": _ROLES[self.role],
+            }
+            if apart:
+                transfer["kv_connector_extra_config"] = {"host": self.node}
+            words += ["--kv-transfer-config", msgspec.json.encode(transfer).decode()]
+        return f"CUDA_VISIBLE_DEVICES={','.join(map(str, self.gpus))} {shlex.join(words)}"
+
+
+def engines_of(plan: Plan) -> list[Engine]:
+    """The engines of the recommended fleet, every copy of it, with their ports and GPUs."""
+    engines, next_gpu = list[Engine](), Counter[str]()
+    chosen = plan.chosen.candidate
+    nodes = [node.place.node for node in plan.inventory.nodes]
+    alone = not any(part.role is Role.PREFILL for part in chosen.fleet.parts)
+    for copy in range(chosen.copies):
+        for part in chosen.fleet.parts:
+            # Copies of a fleet are on one node each.
+            node = part.place.node if chosen.copies == 1 else nodes[copy]
+            for _ in range(part.number):
+                first, size = next_gpu[node], part.profile.gpus
+                next_gpu[node] += size
+                number = sum(engine.node == node for engine in engines)
+                gpus = tuple(range(first, first + size))
+                chunk = part.profile.costs.chunk_tokens or CHUNK_TOKENS
+                engines.append(Engine(part.role, node, FIRST_PORT + number, gpus, chunk, alone))
+    return engines
+
+
+def fleet_file(fleet: Fleet) -> FleetFile:
+    """The file of a fleet, from which `pd-router simulate --fleet` makes the same fleet."""
+    names = dict[object, str]()
+    profiles, nodes, parts = {}, dict[str, NodeFile](), list[PartFile]()
+    for part in fleet.parts:
+        if part.profile not in names:
+            names[part.profile] = f"profile{len(names)}"
+            profiles[names[part.profile]] = part.profile
+        place = part.place
+        if place.node:
+            nodes[place.node] = NodeFile(place.rack, place.nic_bytes_per_s)
+        parts.append(
+            PartFile(
+                role=part.role, profile=names[part.profile], number=part.number, node=place.node
+            )
+        )
+    net = fleet.network or Network()
+    links = LinksFile(
+        net.device_bytes_per_s, net.node_bytes_per_s, net.rack_bytes_per_s, net.other_bytes_per_s, net.latency_s
+    )  # fmt: skip
+    return FleetFile(profiles=profiles, parts=parts, nodes=nodes, links=links)
+
+
+def simulate_command(plan: Plan, row: Row, trace: str, file: str) -> str:
+    """The command whose column `in time` is that of the row."""
+    window = plan.windows[row.worst]
+    words = [
+        "pd-router",
+        "simulate",
+        trace,
+        "--skip",
+        str(window.skip),
+        "--limit",
+        str(len(window.requests)),
+    ]
+    words += ["--fleet", file, "--level", "2", "--per-s", f"{row.candidate.unit_per_s:.4f}"]
+    words += [
+        f"--{name}-ms={value * 1e3:g}"
+        for name, value in zip(("ttft", "tpot"), plan.promise, strict=True)
+        if value < inf
+    ]
+    words += ["--order", plan.order] if plan.order != "srjf_calibrated" else []
+    words += ["--policy", plan.policy] if plan.policy not in ("", DEFAULT) else []
+    return shlex.join(words)
+
+
+def fleet_name(n: int) -> str:
+    """The file of the n-th row's fleet."""
+    return "fleet.yaml" if n == 0 else f"fleets/{n}.yaml"
+
+
+def write(plan: Plan, folder: Path, model: str, values: Values, page: str) -> None:
+    """Write the files.
+
+    Args:
+        values: of the chart; None: it cannot start the fleet.
+
+    Raises:
+        PDConnectorError: the folder cannot be written.
+    """
+    try:
+        (folder / "fleets").mkdir(parents=True, exist_ok=True)
+        for n, row in enumerate(plan.rows):
+            (folder / fleet_name(n)).write_bytes(
+                msgspec.yaml.encode(fleet_file(row.candidate.fleet))
+            )
+        engines = engines_of(plan)
+        for name, text in _scripts(engines, model):
+            path = folder / name
+            path.write_text(text)
+            path.chmod(0o755)
+        (folder / "router.yaml").write_bytes(_router(plan, engines))
+        if values is not None:
+            (folder / "values.yaml").write_bytes(msgspec.yaml.encode(values))
+        (folder / "plan.md").write_text(page)
+    except OSError as error:
+        raise PDConnectorError(
+            f"{folder}: cannot be written ({error.strerror}); name another --out"
+        ) from None
+
+
+def _scripts(engines: list[Engine], model: str) -> Iterator[tuple[str, str]]:
+    """For each node, the script that starts its engines."""
+    nodes = list(dict.fromkeys(engine.node for engine in engines))
+    apart = len(nodes) > 1
+    for node in nodes:
+        lines = ["#!/bin/sh", "set -eu"]
+        if apart and not all(engine.alone for engine in engines):
+            lines.append(
+                ': "${PD_CONNECTOR_KEY:?all engines need one key: export PD_CONNECTOR_KEY of pd-connector key}"'
+            )
+        lines += [f"{engine.command(model, apart)} &" for engine in engines if engine.node == node]
+        yield f"start-{node}.sh", "\n".join([*lines, "wait", ""])
+
+
+def _router(plan: Plan, engines: list[Engine]) -> bytes:
+    apart = len({engine.node for engine in engines}) > 1
+    entries = []
+    for engine in engines:
+        entry = {"url": f"http://{engine.node if apart else '127.0.0.1'}:{engine.port}"}
+        # Without a role an engine is asked: it takes part in no handoff, and answers alone.
+        entries.append(entry if engine.alone else {**entry, "role": str(engine.role)})
+    return msgspec.yaml.encode({"engines": entries, "policy": plan.policy or DEFAULT})
+
+
+def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
+    """Values of our chart, or why it cannot start this fleet."""
+    values = dict[str, object](model=model)
+    if any(engine.alone for engine in engines):
+        return (
+            None,
+            "our chart starts prefill and decode engines; this fleet has engines that do both",
+        )
+    for role in (Role.PREFILL, Role.DECODE):
+        side = [engine for engine in engines if engine.role is role]
+        kinds = {(len(engine.gpus), engine.chunk_tokens) for engine in side}
+        if len(kinds) > 1:
+            return (
+                None,
+                f"our chart has one tensor parallelism a side; {role} has {len(kinds)} kinds of engines",
+            )
+        tp, chunk = kinds.pop()
+        values[str(role)] = {
+            "replicas": len(side),
+            "tensorParallelSize": tp,
+            "args": ["--max-num-batched-tokens", str(chunk), "--scheduler-cls", _SCHEDULER],
+        }
+    return values, ""

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models, inventories and traces for tests of the planner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.planner.estimate import Model, read_model
+
+CONFIG = {
+    "_name_or_path": "llama-8b", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def model(folder: Path, **changes: object) -> Model:
+    """The 8B model, with changes of its config."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    return read_model(path)
+
+
+def requests(number: int = 120, prompt: int = 2000, answer: int = 60) -> Sequence[Waiting]:
+    """Poisson arrivals, one a second on average."""
+    random, at_s, found = Random(3), 0.0, list[Waiting]()
+    for n in range(number):
+        at_s += random.expovariate(1.0)
+        tokens, more = (max(1, round(one * random.uniform(0.5, 1.5))) for one in (prompt, answer))
+        found.append(Waiting(id=str(n), tokens=tokens, block_hashes=(), arrival_s=at_s, max_tokens=more, priority=tokens))  # fmt: skip
+    return found
+
+
+TWO_NODES = """
+nodes:
+  - {name: a, device: H100, gpus: 2, nic_gbit_per_s: 100}
+  - {name: b, device: A100, gpus: 2, nic_gbit_per_s: 100}
+devices:
+  H100: {price_per_h: 2.5}
+  A100: {price_per_h: 1.2}
+"""
