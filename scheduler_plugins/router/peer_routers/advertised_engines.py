@@ -51,18 +51,23 @@ class AdvertisedEngines:
         drained = tuple(sorted(pool.drained))
         return EngineList(*pool.listed, sides, dict(config.kv_events), dict(config.places), drained)
 
-    def heard(self, told: EngineList | None) -> None:
+    def heard(self, advertised: EngineList | None) -> None:
         """Take the list of another worker, if it is newer."""
         pool = self._pool
-        if told is None or Version(told.number, told.router) <= pool.listed:
+        if advertised is None or Version(advertised.number, advertised.router) <= pool.listed:
             return
-        sides: dict[str, Any] = {side: told.sides.get(side, ()) for side in SIDES}
+        sides: dict[str, Any] = {side: advertised.sides.get(side, ()) for side in SIDES}
         try:
-            config = replace(pool.config, **sides, kv_events=told.kv_events, places=told.places)
+            config = replace(
+                pool.config, **sides, kv_events=advertised.kv_events, places=advertised.places
+            )
         except ValueError as error:
             logger.warning("the list of engines of another worker cannot be used: %s", error)
             return
-        pool.listed, pool.drained = Version(told.number, told.router), set(told.drained)
+        pool.listed, pool.drained = (
+            Version(advertised.number, advertised.router),
+            set(advertised.drained),
+        )
         pool.use(config)
         for engine in pool.engines:
             if not pool.leaves(engine):

@@ -102,10 +102,10 @@ class AllMetrics:
         self._write(own)
         parts = [own]
         for number in self._others:
-            if (found := _read(_path(self._folder, number))) is not None:
-                parts.append(found.families)
-            elif (found := _read(_ended(self._folder, number))) is not None:
-                parts.append(_counters(found.families))
+            if (written := _read(_path(self._folder, number))) is not None:
+                parts.append(written.families)
+            elif (written := _read(_ended(self._folder, number))) is not None:
+                parts.append(_counters(written.families))
         return generate_latest(_Merged(merged(parts)))
 
     def _families(self) -> tuple[Family, ...]:
@@ -147,48 +147,48 @@ def families_of(registry: CollectorRegistry) -> tuple[Family, ...]:
     """The metrics of this process."""
     return tuple(
         Family(
-            one.name,
-            one.documentation,
-            one.type,
-            tuple(Sample(s.name, dict(s.labels), s.value) for s in one.samples),
+            family.name,
+            family.documentation,
+            family.type,
+            tuple(Sample(s.name, dict(s.labels), s.value) for s in family.samples),
         )
-        for one in registry.collect()
+        for family in registry.collect()
     )
 
 
 def merged(parts: Iterable[Sequence[Family]]) -> tuple[Family, ...]:
     """The metrics of several processes as one."""
-    known: dict[str, Family] = {}
+    families_by_name: dict[str, Family] = {}
     sums: dict[str, dict[_Key, float]] = {}
     for families in parts:
         for family in families:
-            known.setdefault(family.name, family)
-            found = sums.setdefault(family.name, {})
+            families_by_name.setdefault(family.name, family)
+            values = sums.setdefault(family.name, {})
             for sample in family.samples:
                 key = sample.name, tuple(sorted(sample.labels.items()))
                 if sample.name.endswith("_created"):
-                    found[key] = min(found.get(key, sample.value), sample.value)
+                    values[key] = min(values.get(key, sample.value), sample.value)
                 elif family.name in LARGEST:
-                    found[key] = max(found.get(key, sample.value), sample.value)
+                    values[key] = max(values.get(key, sample.value), sample.value)
                 else:
-                    found[key] = found.get(key, 0.0) + sample.value
+                    values[key] = values.get(key, 0.0) + sample.value
     return tuple(
         Family(
             name,
-            one.documentation,
-            one.kind,
+            family.documentation,
+            family.kind,
             tuple(
                 Sample(sample, dict(labels), value)
                 for (sample, labels), value in sums[name].items()
             ),
         )
-        for name, one in known.items()
+        for name, family in families_by_name.items()
     )
 
 
 def _counters(families: Sequence[Family]) -> tuple[Family, ...]:
     """The counters of a process that has ended."""
-    return tuple(one for one in families if one.kind in ("counter", "histogram"))
+    return tuple(family for family in families if family.kind in ("counter", "histogram"))
 
 
 class _Merged(Collector):

@@ -59,20 +59,20 @@ class OtherSenders:
 
     def of_workers(self, count: Count) -> float:
         """As `sum`, over other workers only."""
-        view, found = self._view, 0.0
+        view, total = self._view, 0.0
         for first in self.workers:
-            found += view[first + count]
-        return found
+            total += view[first + count]
+        return total
 
     def latest(self, count: Count) -> float:
         return max(self.routers[count], self.latest_of_workers(count))
 
     def latest_of_workers(self, count: Count) -> float:
         """As `latest`, over other workers only."""
-        view, found = self._view, 0.0
+        view, total = self._view, 0.0
         for first in self.workers:
-            found = max(found, view[first + count])
-        return found
+            total = max(total, view[first + count])
+        return total
 
     def tell(self, counts: tuple[float, ...]) -> None:
         if self.own is not None:
@@ -99,14 +99,14 @@ class SenderCounts:
 
     def follow(self, engines: Collection[BackendEngine]) -> None:
         """Use these engines from now on, and find them in the rows of the other workers."""
-        known = dict.fromkeys(engines)
-        changed = known.keys() != self._senders.keys()
-        for engine in self._senders.keys() - known.keys():
+        wanted_engines = dict.fromkeys(engines)
+        changed = wanted_engines.keys() != self._senders.keys()
+        for engine in self._senders.keys() - wanted_engines.keys():
             del self._senders[engine]
             engine.load.others = NoOthers()
             if (slot := self._slots.pop(engine, None)) is not None:
                 self._words[self._key(self._own, slot)] = 0
-        for engine in known.keys() - self._senders.keys():
+        for engine in wanted_engines.keys() - self._senders.keys():
             self._senders[engine] = engine.load.others = OtherSenders(self._numbers)
             self._claim(engine)
         if changed and len(self._words):

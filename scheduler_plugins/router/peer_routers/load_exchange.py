@@ -117,10 +117,10 @@ class _Circle:
             if keys is not None:
                 keys.demand(self.telling)
                 keys.present(self.hearing)
-            for one in (self.telling, self.hearing):
-                one.setsockopt(zmq.LINGER, 0)
-                one.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
-                keep_alive(one)  # who only hears would wait at a forgotten connection for ever
+            for socket in (self.telling, self.hearing):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+                keep_alive(socket)  # who only hears would wait at a forgotten connection for ever
             if own:
                 self.telling.bind(own)
             self.hearing.setsockopt(zmq.SUBSCRIBE, b"")
@@ -196,11 +196,12 @@ class PeerRouters:
                     circles.append(_Circle(context, exchange, fellows, self._keys))
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._tell(circles, gatekeeper))
-                    for one in circles:
-                        group.create_task(self._hear(one, [c for c in circles if c is not one]))
+                    for circle in circles:
+                        others = [c for c in circles if c is not circle]
+                        group.create_task(self._hear(circle, others))
             finally:
-                for one in circles:
-                    one.close()
+                for circle in circles:
+                    circle.close()
                 if gatekeeper is not None:
                     gatekeeper.close()
 
@@ -226,8 +227,8 @@ class PeerRouters:
                 gatekeeper.answer()
             self._counts.follow(self._pool.engines)
             if (content := self.saying(loop.time())) is not None:
-                for one in circles:
-                    await one.telling.send(content)
+                for circle in circles:
+                    await circle.telling.send(content)
             self.show(loop.time(), forgets=not is_behind())
             self.count(self._named, loop.time())
             await asyncio.sleep(EVERY_S)
@@ -244,8 +245,8 @@ class PeerRouters:
         while True:
             message = await circle.hearing.recv()
             if self.heard(message, loop.time()):
-                for one in others:
-                    await one.telling.send(message)
+                for other in others:
+                    await other.telling.send(message)
             if not showing:
                 showing = True
                 loop.call_later(TOGETHER_S, show)
@@ -259,8 +260,8 @@ class PeerRouters:
             # another router's.
             if any(counts):
                 # A leaving engine may have returned on another side, but it is the same engine.
-                known = engines.get(engine.url)
-                engines[engine.url] = counts if known is None else _added(known, counts)
+                counted = engines.get(engine.url)
+                engines[engine.url] = counts if counted is None else _added(counted, counts)
         roles, history = self._roles.telling(), self._pool.history
         front, listed, decisions = dict(self._waiting()), None, tuple[Decision, ...]()
         if self._router_id:
@@ -292,25 +293,25 @@ class PeerRouters:
     def _sent(self, engine: BackendEngine) -> list[float]:
         """What all workers of this router have sent, in the order of `Count`."""
         others = self._counts.of(engine)
-        found = [
+        result = [
             own + others.of_workers(count)
             for count, own in zip(Count, engine.load.counts(), strict=True)
         ]
         busy_s = engine.load.counts()[Count.BUSY_SINCE_S]
-        found[Count.BUSY_SINCE_S] = max(busy_s, others.latest_of_workers(Count.BUSY_SINCE_S))
-        return found
+        result[Count.BUSY_SINCE_S] = max(busy_s, others.latest_of_workers(Count.BUSY_SINCE_S))
+        return result
 
     def _prompts(self) -> list[tuple[str, bytes]]:
         """Prompts that the others do not know of."""
         if not self._pool.unsent_prompts:
             return []
         unsent, self._pool.unsent_prompts = self._pool.unsent_prompts, []
-        found, left = list[tuple[str, bytes]](), MOST_HASHES
+        result, left = list[tuple[str, bytes]](), MOST_HASHES
         for url, hashes in unsent:
             if (left := left - len(hashes)) < 0:
                 break
-            found.append((url, packed(hashes)))
-        return found
+            result.append((url, packed(hashes)))
+        return result
 
     def heard(self, message: bytes, now_s: float) -> bool:
         """Take in a message. Returns whether it is new and valid; otherwise it changes nothing."""
@@ -346,16 +347,16 @@ class PeerRouters:
 
     def waiting(self) -> dict[str, Front]:
         """What waits in the front queues of all workers and routers, by group."""
-        found = dict(self._waiting())
+        result = dict(self._waiting())
         for heard in self._heard.values():
-            for group, one in heard.sent.front.items():
-                other = found.get(group, Front())
-                found[group] = Front(
-                    one.requests + other.requests,
-                    one.tokens + other.tokens,
-                    max(one.oldest_s, other.oldest_s),
+            for group, front in heard.sent.front.items():
+                other = result.get(group, Front())
+                result[group] = Front(
+                    front.requests + other.requests,
+                    front.tokens + other.tokens,
+                    max(front.oldest_s, other.oldest_s),
                 )
-        return found
+        return result
 
     def show(self, now_s: float, *, forgets: bool = True) -> None:
         """Show the load of other routers to policies.
@@ -370,9 +371,9 @@ class PeerRouters:
         self._pool.leads, self._metrics.first_worker = self._leads(), self._is_first_worker(now_s)
         self._counts.follow(self._pool.engines)
         routers = [
-            one
-            for one in self._heard.values()
-            if not self._router_id or one.sent.router_id != self._router_id
+            peer
+            for peer in self._heard.values()
+            if not self._router_id or peer.sent.router_id != self._router_id
         ]
         for engine in self._pool.engines:
             sums = [0.0] * len(Count)
@@ -406,11 +407,11 @@ class PeerRouters:
     def _workers(self) -> list[str]:
         """Names of the other workers of this router that are heard."""
         own = self._router_id
-        return [name for name, one in self._heard.items() if own and one.sent.router_id == own]
+        return [name for name, peer in self._heard.items() if own and peer.sent.router_id == own]
 
     def _routers(self) -> set[str]:
         """Other routers that are heard. A router in several processes counts once."""
-        ids = {one.sent.router_id or name for name, one in self._heard.items()}
+        ids = {peer.sent.router_id or name for name, peer in self._heard.items()}
         return ids - {self._router_id}
 
     def count(self, named: int, now_s: float) -> None:

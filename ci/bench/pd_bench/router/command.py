@@ -187,8 +187,8 @@ def several_processes(
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, rate=0.8 * CAPACITY))
-        found = multiplied.compare(policy, processes, baseline, sent, rounds, speed, _say(stderr))
-    report([("baseline", found)], [_played(speed)], json)
+        rows = multiplied.compare(policy, processes, baseline, sent, rounds, speed, _say(stderr))
+    report([("baseline", rows)], [_played(speed)], json)
 
 
 @app.command("deaths")

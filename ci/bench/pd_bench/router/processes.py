@@ -82,10 +82,12 @@ def compare(
         BenchError: a request failed.
     """
     args = ("--workers", str(processes))
-    one = Ours(OURS, policy=policy)
+    ours_alone = Ours(OURS, policy=policy)
     contenders = {
-        OURS: replace(one, args=args),
-        BASELINE: one if code is None else OtherCode(BASELINE, policy=policy, args=args, code=code),
+        OURS: replace(ours_alone, args=args),
+        BASELINE: ours_alone
+        if code is None
+        else OtherCode(BASELINE, policy=policy, args=args, code=code),
     }
     runs: dict[str, list[_Found]] = {kind: [] for kind in contenders}
     for number in range(rounds):
@@ -113,7 +115,7 @@ def compare(
 
 
 def _sample(runs: Iterable[_Found], field: str, factor: float) -> Sample:
-    return Sample(tuple(getattr(one, field) for one in runs)).scaled(factor)
+    return Sample(tuple(getattr(run, field) for run in runs)).scaled(factor)
 
 
 def _run(contender: Ours, requests: Sequence[Sent], speed: float) -> _Found:
@@ -122,14 +124,17 @@ def _run(contender: Ours, requests: Sequence[Sent], speed: float) -> _Found:
         time.sleep(IDLE_S)
         idle = (_cpu_s(running.routers) - begun) / (time.monotonic() - began)
         began, begun = time.monotonic(), _cpu_s(running.routers)
-        before, urls = prefix_hits(running.prefill), [one.base_url for one in running.routers]
+        before, urls = (
+            prefix_hits(running.prefill),
+            [service.base_url for service in running.routers],
+        )
         outcomes = asyncio.run(play(urls, requests, speed))
         cpu_s, passed_s = _cpu_s(running.routers) - begun, time.monotonic() - began
         memory, hit = _memory_bytes(running.routers), prefix_hits(running.prefill).since(before)
-    if failed := [one for one in outcomes if not one.served]:
+    if failed := [outcome for outcome in outcomes if not outcome.served]:
         raise BenchError(f"{len(failed)} requests failed, the first: {failed[0].error}")
     return _Found(
-        statistics.mean(one.ttft_s for one in outcomes),
+        statistics.mean(outcome.ttft_s for outcome in outcomes),
         hit,
         cpu_s / len(outcomes),
         (cpu_s - idle * passed_s) / len(outcomes),
@@ -140,16 +145,16 @@ def _run(contender: Ours, requests: Sequence[Sent], speed: float) -> _Found:
 
 def _processes(routers: Iterable[Service]) -> list[int]:
     """The processes of these routers."""
-    found = []
-    for one in routers:
-        assert one.family is not None, "the router runs"
-        found += [one.family.pid, *_children(one.family.pid)]
-    return found
+    pids = []
+    for service in routers:
+        assert service.family is not None, "the router runs"
+        pids += [service.family.pid, *_children(service.family.pid)]
+    return pids
 
 
 def _children(pid: int) -> list[int]:
     direct = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [one for child in map(int, direct) for one in (child, *_children(child))]
+    return [pid for child in map(int, direct) for pid in (child, *_children(child))]
 
 
 def _cpu_s(routers: Iterable[Service]) -> float:
@@ -162,9 +167,9 @@ def _cpu_s(routers: Iterable[Service]) -> float:
 
 
 def _memory_bytes(routers: Iterable[Service]) -> int:
-    found = 0
+    size = 0
     for pid in _processes(routers):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
-                found += int(line.split()[1]) << 10
-    return found
+                size += int(line.split()[1]) << 10
+    return size
