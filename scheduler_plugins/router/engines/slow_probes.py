@@ -161,7 +161,8 @@ def _count(engine: BackendEngine, handoffs: dict[str, int], now_s: float) -> Non
         before = engine.handoffs.get(outcome, 0)
         new = count - before if count >= before else count  # lower: the engine has restarted
         labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
-        engine.metrics.handoffs.labels(*labels).inc(new)
+        if engine.metrics.first_worker:
+            engine.metrics.handoffs.labels(*labels).inc(new)
         if new:
             engine.metrics.pulse.ended(now_s, {labels[0]: new})
     engine.handoffs = handoffs

@@ -168,21 +168,27 @@ def several_processes(
     trace: Trace,
     policy: Policy = DEFAULT,
     processes: Annotated[int, typer.Option(min=2, help="Processes of the router.")] = 4,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the packages of another version; otherwise one process.",
+            show_default=False,
+        ),
+    ] = None,
     requests: Requests = 1000,
     rounds: Rounds = 3,
     speed: Speed = 5.0,
     json: Json = None,
 ) -> None:
-    """Equal routers that hear each other, beside the workers of one keeper: TTFT, CPU time of all processes, memory.
+    """A router in several processes beside another version, or one process: TTFT, CPU time of all processes, memory.
 
     CPU time counts what the router does beside requests, too. Exit code 1 when a bar is missed.
     """
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, rate=0.8 * CAPACITY))
-        ours = Ours(OURS, policy=policy)
-        found = multiplied.compare(ours, processes, sent, rounds, speed, _say(stderr))
-    report([("workers", found)], [_played(speed)], json)
+        rows = multiplied.compare(policy, processes, baseline, sent, rounds, speed, _say(stderr))
+    report([("baseline", rows)], [_played(speed)], json)
 
 
 @app.command("deaths")
