@@ -3,7 +3,7 @@
 layouts and codecs can be compared.
 
 Nothing is written. Both sides become float32 `[head, token, dim]`: this cache's pages as they are read for
-sending, the payload as it would be written.
+sending, the payload as it would be written. States are compared unit by unit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,17 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_connector.codec import load_codec
+from pd_connector.codec import DTYPES, load_codec
 from pd_connector.kv.coding import Elements, Part
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.copiers import Copier, as_tensor
 from pd_connector.pages.row_matrix import Words
 from pd_connector.pages.spans import Index, common_tokens
+from pd_connector.pages.state_copies import state_parts
 from pd_connector.pages.tiles import untiled
 from pd_connector.plan.chunks import Chunk, planes
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import parts
-from pd_connector.protocol.consuming.audit import Distance
+from pd_connector.protocol.consuming.audit import Distance, relative
 from pd_connector.protocol.consuming.experts import MOST_MOVED, MOVED, Moved
 
 Squares = npt.NDArray[np.float64]
@@ -32,6 +33,8 @@ _SEGMENT = 64
 _FLOOR = 1 / 16
 """Least mean square of a head, as a share of the layer's. Without it, rounding would look large in a head that
 is almost zero."""
+_LEAST_OF_A_UNIT = 64
+"""Fewest elements of a state's unit that is judged by itself."""
 _TOKEN_FLOOR = 1 / 4
 """Least square of a token, as a share of the median over its head's tokens. The median, because a prompt's first
 token can be larger than all others together, and would hide them."""
@@ -57,6 +60,8 @@ def distances(
     Raises:
         IndexError: a page is outside this cache.
     """
+    if route.section is not None:
+        return _state_distances(layers, route, chunk, pages, payload)
     numbers = np.asarray(chunk.destination_pages(route))
     here = np.asarray(pages) >= 0
     if not here.any():
@@ -93,6 +98,46 @@ def distances(
             )
         )
     return results
+
+
+def _state_distances(
+    layers: CacheLayers, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words
+) -> list[Distance]:
+    """Distance of each layer's part of a state: of its worst unit, and of all units in the chunk. Units of a few elements,
+    such as a channel of a convolution, are noise by themselves, and count together."""
+    section = route.section
+    assert section is not None
+    if section.dtype not in DTYPES or min(pages, default=-1) < 0:
+        return []
+    found: list[Distance] = []
+    where = route.destination, route.destination_head, route, chunk, pages
+    for layer, bits, part in state_parts(layers.states, *where):
+        dtype = DTYPES[section.dtype]
+        ours = bits.to("cpu").contiguous().view(dtype).double()
+        theirs = as_tensor(payload[part]).to("cpu").view(dtype).view(ours.shape).double()
+        apart = (theirs - ours).flatten(1).square().sum(1)
+        own = ours.flatten(1).square().sum(1)
+        whole = relative(float(apart.sum()), float(own.sum()))
+        worst = whole
+        if ours[0].numel() >= _LEAST_OF_A_UNIT:
+            floored = own.clamp(min=_FLOOR * float(own.mean()))
+            units = zip(apart.tolist(), floored.tolist(), strict=True)
+            worst = max(relative(a, o) for a, o in units)
+        found.append(
+            Distance(
+                layer=layer,
+                part=Part.KEY,
+                pages=[0],
+                by_page=[worst],
+                tokens=[chunk.stop_token - 1],
+                by_token=[whole],
+                apart=float(apart.sum()),
+                own=float(own.sum()),
+                span=range(chunk.stop_token - 1, chunk.stop_token),
+                section=section.name,
+            )
+        )
+    return found
 
 
 def _tokens(route: Route, chunk: Chunk) -> Index:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cache in our terms: the geometry of a rank, and each layer's pages as K and V."""
+"""vLLM's cache in our terms: the geometry of a rank, and each layer's pages as K and V, or as sections of a state."""
 
 import logging
 import math
@@ -11,15 +11,17 @@ import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.kv.geometry import Geometry, Group, Kind
+from pd_connector.kv.geometry import Geometry, Group, Kind, state_group
+from pd_connector.pages.layer import StatePages
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.vllm.identity.heads import layer_heads
 from pd_connector.vllm.packing import CpuPacking
 from pd_connector.vllm.shards import own_shard
+from pd_connector.vllm.states import describe_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MambaSpec
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -34,8 +36,10 @@ class _Layer(NamedTuple):
     number: int  # as `layers.identify` counts
     name: str
     table: int
-    spec: "AttentionSpec"
-    tensor: torch.Tensor  # [page, head, token, K and V], any strides
+    spec: "AttentionSpec | MambaSpec"
+    tensor: (
+        torch.Tensor
+    )  # [page, head, token, K and V], any strides; of a state int8 [page, 1, 1, bytes]
 
 
 def describe_cache(
@@ -58,15 +62,16 @@ def describe_cache(
             "this model keeps no KV (its attention is that of an encoder), so there is nothing to move or to keep: "
             "start it without --kv-transfer-config"
         )
-    groups: dict[tuple[object, ...], list[tuple[Group, LayerPages]]] = {}
-    for layer in sorted(layers):
+    groups: dict[tuple[object, ...], list[tuple[Group, LayerPages | StatePages]]] = {}
+    for layer in sorted(layers, key=lambda layer: layer.number):
         group, pages = _describe(layer, vllm_config)
         alike = msgspec.structs.replace(group, layers=(0,), scales=())
-        groups.setdefault((alike, pages.key.shape[1:]), []).append((group, pages))
+        form = pages.key.shape[1:] if isinstance(pages, LayerPages) else ()
+        groups.setdefault((alike, form), []).append((group, pages))
     merged = tuple(_merge([group for group, _ in members]) for members in groups.values())
     views = {g.layers[0]: pages for members in groups.values() for g, pages in members}
     for group in merged:
-        if group.dtype not in DTYPES:
+        if group.kind != "state" and group.dtype not in DTYPES:
             logger.warning(
                 "layers %d-%d hold %s: PDConnector cannot interpret such pages. They pass unchanged, without "
                 "a codec, and only between engines whose pages have the same form",
@@ -113,7 +118,14 @@ def _check_states(name: str, tensor: torch.Tensor, pages: int, page_size: int) -
         )
 
 
-def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPages]:
+def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPages | StatePages]:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    if isinstance(layer.spec, MambaSpec):
+        module = vllm_config.compilation_config.static_forward_context.get(layer.name)
+        ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+        sections, states = describe_states(layer.name, layer.spec, layer.tensor, module, ranks)
+        return state_group((layer.number,), sections, layer.table), states
     spec, tensor = layer.spec, layer.tensor
     kind, window = _kind(layer)
     kernel_page_size = tensor.shape[2]
@@ -187,13 +199,13 @@ def _kind(layer: _Layer) -> tuple[Kind, int]:
             return "attention", window
         raise UnsupportedGeometryError(
             f"cache of {layer.name} has no V, and each rank holds a part of it, as Inkling's short convolutions do: "
-            f"PDConnector does not move states of convolutions; {mend}"
+            f"PDConnector does not move such windows, but states (MambaSpec); {mend}"
         )
     if isinstance(spec, kv.ChunkedLocalAttentionSpec):  # Llama 4's; full attention keeps all KV
         mend = "start both engines with --disable-hybrid-kv-cache-manager"
     raise UnsupportedGeometryError(
         f"cache of {layer.name} is of kind {type(spec).__name__}: PDConnector moves full and "
-        f"sliding-window attention and MLA latents; {mend}"
+        f"sliding-window attention, MLA latents and recurrent states; {mend}"
     )
 
 
@@ -292,7 +304,7 @@ def _backend(vllm_config: "VllmConfig", name: str) -> str:
 def _merge(groups: list[Group]) -> Group:
     """Merge layers that differ only in their number and scales."""
     ordered = sorted(groups, key=lambda group: group.layers)
-    scales = tuple(group.scales[0] for group in ordered)
+    scales = tuple(pair for group in ordered for pair in group.scales)  # states have none
     return msgspec.structs.replace(
         ordered[0],
         layers=tuple(group.layers[0] for group in ordered),

@@ -147,6 +147,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         activity = connector_output.kv_connector_worker_meta
         if isinstance(activity, WorkerActivity):
             self._scheduler.loads_broke_off(activity.cuts)
+        for request_id in connector_output.finished_sending or ():
+            self._scheduler.offers.sent(request_id)
         failed = connector_output.failed_recving or ()
         for request_id in connector_output.finished_recving or ():
             self._scheduler.load_ended(request_id, failed=request_id in failed)

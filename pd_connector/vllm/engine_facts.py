@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd_connector.vllm.identity.inputs import adapter_settings, processor_settings
+from pd_connector.vllm.pages.state_tables import NO_STATES, StateTables
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.support import attends_ahead, gets_embeddings
 
@@ -25,6 +26,7 @@ class EngineFacts(NamedTuple):
         processor: fingerprint of how images and other inputs are processed (`identity.inputs.processor_settings`).
         embeddings_come: an encode engine sends the embeddings of images and other inputs.
         attends_ahead: a token's KV depends on the whole prompt (prefix LM).
+        states: which page tables list recurrent states.
     """
 
     engine_id: str
@@ -36,6 +38,7 @@ class EngineFacts(NamedTuple):
     processor: str = ""
     embeddings_come: bool = False
     attends_ahead: bool = False
+    states: StateTables = NO_STATES
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "EngineFacts":
@@ -54,4 +57,5 @@ class EngineFacts(NamedTuple):
             processor=processor_settings(vllm_config),
             embeddings_come=gets_embeddings(vllm_config),
             attends_ahead=attends_ahead(kv_cache_config),
+            states=StateTables.of(group.kv_cache_spec for group in groups),
         )

@@ -20,13 +20,15 @@ from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.engine_facts import EngineFacts
-from pd_connector.vllm.handoff.fetching import Fetching, fetched_tokens
+from pd_connector.vllm.handoff.fetching import Fetching
 from pd_connector.vllm.handoff.ignored import IgnoredParams
+from pd_connector.vllm.handoff.last_token import leave_last_token
 from pd_connector.vllm.handoff.movable import check_movable
 from pd_connector.vllm.handoff.no_handoff_requests import NoHandoffRequests
 from pd_connector.vllm.handoff.offers import Offers
 from pd_connector.vllm.handoff.uncomputable import Uncomputable
 from pd_connector.vllm.identity.inputs import AmbiguousInputs, RequestIdentity
+from pd_connector.vllm.identity.loaded_model import LoadedModel
 from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.pages.partial import PartialPages
@@ -55,7 +57,7 @@ class SchedulerSide:
     """
 
     def __init__(self, config: Config, engine: EngineFacts) -> None:
-        windows, ranks = engine.windows, engine.ranks
+        windows, states, ranks = engine.windows, engine.states, engine.ranks
         self.telemetry = Telemetry()
         self._ignored = IgnoredParams(self.telemetry)
         self._no_handoff = NoHandoffRequests(self.telemetry, max(windows.page_sizes, default=0))
@@ -72,11 +74,14 @@ class SchedulerSide:
         elsewhere = engine.embeddings_come or not engine.consumes
         uncomputable = Uncomputable(encoded_elsewhere=elsewhere)
         known = self._status, unfilled, uncomputable, self.identity.adapters
-        self._fetching = Fetching(config, windows, ranks, self.telemetry, *known)
+        self._fetching = Fetching(config, windows, states, ranks, self.telemetry, *known)
         self._status.add(*self._fetching.rules)
         address = transfer_params.ProducerAddress(engine.engine_id, consumes=engine.consumes)
-        self.offers = Offers(windows, self._status, address, streams=config.overlap != "off")
-        self._parts: list[Part] = [self._fetching, self.offers]
+        self._model = LoadedModel(ranks, pool=bool(config.pool))
+        self.offers = Offers(
+            windows, states, self._status, self._model, address, streams=config.overlap != "off"
+        )
+        self._parts: list[Part] = [self._model, self._fetching, self.offers]
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
             codecs = pool_codecs(config, consumes=engine.consumes)
@@ -91,11 +96,12 @@ class SchedulerSide:
                 self._ignored,
                 self._status,
                 unfilled,
+                self._model,
                 ranks,
                 engine.engine_id,
             )
             # It saves a request's pages before another part keeps them.
-            self._parts.insert(0, self.pool)
+            self._parts.insert(1, self.pool)
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._weights_may_change = False
@@ -112,7 +118,8 @@ class SchedulerSide:
     ) -> None:
         """The addresses of the workers, each worker's shard, their ports for data, and the first one's model."""
         address = self.offers.address._replace(peers=peers, data_ports=ports)
-        self.offers.address, self.offers.model = sealed(address, self._config.key), model
+        self.offers.address = sealed(address, self._config.key)
+        self._model.introduce(model)
         if self._config.address_file:
             self.offers.publish(Path(self._config.address_file))
 
@@ -131,6 +138,9 @@ class SchedulerSide:
                     self._no_handoff.note(request.num_prompt_tokens, request.kv_transfer_params)
                 return
             check_movable(request, parsed, whole=self._engine.attends_ahead)
+            offers = parsed.do_remote_decode and not parsed.describe
+            if offers and self._engine.produces and self._engine.states:
+                leave_last_token(request)
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
@@ -265,7 +275,7 @@ class SchedulerSide:
             return
         watch = parsed.wait and self._config.defer_pages
         self._no_handoff.used()
-        identity = self._identity_of(request, fetched_tokens(request, parsed))
+        identity = self._identity_of(request, self._fetching.tokens(request, parsed))
         self._commands.append(Hold(request.request_id, transfer, peers, watch))
         if identity is None:  # its pages are not needed
             self._commands.append(Drop(request.request_id, Cause.MODEL))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.pool.host import settings_of
+from pd_connector.vllm.pages.state_tables import StateTables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,6 +75,11 @@ def check_prefixes(
         raise ConfigError(
             "pool: this model's prompts attend to what follows (prefix LM), so KV of a beginning depends on the whole "
             "prompt; leave out the config key pool"
+        )
+    if StateTables.of(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups):
+        raise ConfigError(
+            "pool: this model keeps recurrent states, which the pool has no form for: only handoffs move them; leave out "
+            "the config key pool"
         )
     model = vllm_config.model_config
     if not model.is_prefix_caching_supported:

@@ -183,6 +183,25 @@ def test_states_alone_where_all_kv_is_there(ranks: Ranks) -> None:
     assert consumer.kv_writes == 0
 
 
+def test_of_two_positions_the_one_that_is_asked_for_passes(ranks: Ranks) -> None:
+    """Audits compare states at an earlier position, whose page is listed behind the latest one's."""
+    producer, consumer = pair(ranks, LONG)
+    for states in producer.states.layers.values():
+        for view in states.sections:
+            view[2].copy_(view[1].flip(0))
+    prompt = len(PAGES) * producer.page_tokens
+    offer = Offer("t", "offer of t", (PAGES, [1, 2]), TOKENS, prompt, prompt, True)
+    producer.agent.submit(offer._replace(state_token=STATE_TOKEN, boundary_token=16))
+    consumer.loads("t", [producer.peer], state_token=16)
+    assert consumer.loaded("t").cause is None
+    for layer, states in consumer.states.layers.items():
+        for here, there in zip(
+            states.sections, producer.states.layers[layer].sections, strict=True
+        ):
+            assert torch.equal(here[1], there[2])
+            assert not torch.equal(here[1], there[1])
+
+
 @pytest.mark.parametrize(
     ("told", "detail"),
     [

@@ -68,6 +68,18 @@ class Probe:
             else:
                 layer[page].neg_()
 
+    def zero_states(self, page: int | None = None) -> None:
+        """Zero the recurrent states in a page, or in all pages, as if they had not been handed over."""
+        for module in self.vllm_config.compilation_config.static_forward_context.values():
+            for state in module.kv_cache if hasattr(module, "mamba_type") else ():
+                state[slice(None) if page is None else page].zero_()
+
+    def negate_kv(self, page: int) -> None:
+        """Negate K and V of a page in every layer with attention."""
+        for module in self.vllm_config.compilation_config.static_forward_context.values():
+            if hasattr(module, "kv_cache_dtype") and not hasattr(module, "mamba_type"):
+                self._cache_of(module)[page].neg_()
+
     def damage_token(self, page: int, token: int) -> None:
         """Scale V of one token of a page by 0.62, in the first layer here: too little to be seen in the norm of
         its page."""

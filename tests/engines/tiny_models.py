@@ -139,6 +139,65 @@ def _images() -> Any:
     )
 
 
+def _short_conv() -> Any:
+    """Short convolutions, whose state is the last two inputs, and full attention."""
+    from transformers import Lfm2Config
+
+    return Lfm2Config(
+        **{**_COMMON, "initializer_range": 0.2},
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        conv_L_cache=3,
+        conv_dim=128,
+        block_dim=128,
+        block_multiple_of=64,
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention"] * 2,
+    )
+
+
+def _delta_net() -> Any:
+    """Gated delta nets (GDN), with fewer heads of Q and K than of V, and full attention."""
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,  # what vLLM's CPU kernel takes
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        mlp_only_layers=[0, 1, 2],  # vLLM wants experts in one layer
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    )
+
+
+def _mamba2() -> Any:
+    """Mamba2 with two groups of B and C, full attention, and no prefix cache."""
+    from transformers import NemotronHConfig
+
+    return NemotronHConfig(
+        **_COMMON,
+        hybrid_override_pattern="M*M*",
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=32,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=64,
+    )
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "window": _window,
     "hybrid": _hybrid,
@@ -146,6 +205,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "latent": _latent,
     "long": _long,
     "images": _images,
+    "short conv": _short_conv,
+    "delta net": _delta_net,
+    "mamba2": _mamba2,
 }
 
 

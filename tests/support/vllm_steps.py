@@ -48,6 +48,8 @@ class SteppedEngine:
         budget: tokens in a step.
         adapters: whether it is started with LoRA.
         ahead: the next step may be scheduled before the outcome of the last is known, as on a GPU.
+        states: `mamba_cache_mode`, if a group has states.
+        caching: whether it has a prefix cache.
         extra: the connector's config.
     """
 
@@ -62,16 +64,19 @@ class SteppedEngine:
         budget: int = 64,
         adapters: bool = False,
         ahead: bool = False,
+        states: Any = "none",
+        caching: bool = True,
         **extra: Any,
     ) -> None:
         config = config_of(
             budget=budget,
             seqs=16,
             max_model_len=2048,
-            caching=True,
+            caching=caching,
             async_scheduling=ahead,
             additional=additional,
         )
+        config.cache_config.mamba_cache_mode = states
         if ahead and scheduler is Scheduler:
             scheduler = AsyncScheduler
         config.kv_transfer_config = self._transfer_config(config, role, extra)

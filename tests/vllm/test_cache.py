@@ -146,18 +146,21 @@ def test_a_page_with_fewer_states_than_tokens_is_not_taken_for_a_part_of_a_page(
     assert cache.describe_cache(caches, layout, config, {"layers.0.attn": 0}).pages == 12
 
 
-def test_recurrent_state_is_refused_as_what_it_is() -> None:
-    """A page of Mamba has one state, whatever its tokens."""
-    spec = kv.MambaSpec(block_size=64, shapes=((4, 8),), dtypes=(torch.float32,))
+def test_a_page_of_a_recurrent_layer_is_one_state() -> None:
+    """Whatever its tokens are."""
+    dtypes = torch.bfloat16, torch.float32
+    shapes = (3, 2 * 8 + 2 * 4), (2, 8, 4)
+    spec = kv.MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes, page_size_padded=1024)
     size = 12 * spec.page_size_bytes
     placed = kv.KVCacheTensor(size, ["layers.0.mixer"], size, spec.page_size_bytes)
     memory = torch.zeros(size, dtype=torch.int8)
-    (view,) = kv.create_kv_cache_views(memory, spec, 12, KVCacheLayout.LBNHC, placed)
+    (view,) = kv.create_kv_cache_views(memory, spec, 12, KVCacheLayout.LBHNC, placed)
     layout = kv.KVCacheConfig(12, [placed], [kv.KVCacheGroupSpec(placed.layers, spec)])
-    with pytest.raises(UnsupportedGeometryError, match=r"layers\.0\.mixer is of kind MambaSpec"):
-        cache.describe_cache(
-            {"layers.0.mixer": view}, layout, one_layer(64)[2], {"layers.0.mixer": 0}
-        )
+    numbers = {"layers.0.mixer": 0}
+    found = cache.describe_cache({"layers.0.mixer": view}, layout, one_layer(64)[2], numbers)
+    (group,) = found.geometry.groups
+    assert [section.name for section in group.sections] == ["conv.x", "conv.b", "conv.c", "ssm"]
+    assert found.pages == 12
 
 
 def test_a_model_that_keeps_no_kv_is_told_so() -> None:

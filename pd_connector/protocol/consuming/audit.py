@@ -34,6 +34,7 @@ class Distance(NamedTuple):
         own: sum of squares of what was computed here.
         span: the tokens that were compared.
         moved: tokens that are further apart than rounding explains, the furthest first.
+        section: of a state, which counts as one page with one token; empty for K and V.
     """
 
     layer: int
@@ -46,10 +47,13 @@ class Distance(NamedTuple):
     own: float
     span: range
     moved: Sequence[Moved] = ()
+    section: str = ""
 
 
 def can_compare(route: Route) -> bool:
     """Whether elements of this route's caches can be read as numbers."""
+    if route.section is not None:
+        return route.section.dtype in ELEMENT_BYTES
     return route.source.dtype in ELEMENT_BYTES and route.destination.dtype in ELEMENT_BYTES
 
 
@@ -78,6 +82,7 @@ class Comparison:
     Args:
         adapter: name and content of the adapter that the KV was computed with; empty for none.
         experts: the model is a mixture of experts, so rounding can change single tokens.
+        states: states are compared, too. Where no position is kept by both sides, only KV is.
 
     Attributes:
         largest: the largest distance of a page, by K and V.
@@ -86,8 +91,9 @@ class Comparison:
         counterparts: the producer's ranks that sent the KV; empty until `judge`.
     """
 
-    def __init__(self, adapter: str = "", *, experts: bool = False) -> None:
+    def __init__(self, adapter: str = "", *, experts: bool = False, states: bool = False) -> None:
         self.adapter = adapter
+        self._states = states
         self.largest: dict[Part, float] = {}
         self.largest_token: dict[Part, float] = {}
         self.pages = 0
@@ -137,6 +143,8 @@ class Comparison:
             return Cause.AUDIT, wrong[1]
         compared = {layer for layer, _ in self._sums}
         for route in routes:
+            if route.section is not None and not self._states:
+                continue
             expected = (
                 {n for n in route.layers if n < DRAFT_LAYERS} if can_compare(route) else set()
             )
@@ -247,6 +255,13 @@ def _key(producer: Counterpart, adapter: str) -> tuple[Source, int, bytes, str, 
 
 def _far(layer: Distance, page_size: int, allowed: Tolerance) -> Iterator[_Far]:
     """Pages whose distance is too large, the furthest first; then tokens."""
+    if layer.section:
+        state = (layer.by_page[0], allowed.page), (layer.by_token[0], allowed.layer)
+        for distance, most in state:
+            if not distance <= most:
+                where = f"layer {layer.layer}, {layer.section} of the state"
+                yield _Far(range(0), _differs(where, distance, most))
+        return
     pages = zip(layer.pages, layer.by_page, strict=True)
     worst = zip(layer.tokens, layer.by_token, strict=True)
     tokens = [(moved.token, moved.distance) for moved in layer.moved] or worst

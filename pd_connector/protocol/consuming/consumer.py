@@ -295,7 +295,8 @@ class Consumer:
         return IncomingTransfer(request, transfer, parts, engine_id=engine_id, since=now)
 
     def _comparison(self, load: Load) -> Comparison:
-        return Comparison(load.adapter, experts=self._audits is not None and self._audits.experts)
+        experts = self._audits is not None and self._audits.experts
+        return Comparison(load.adapter, experts=experts, states=load.state_token > 0)
 
     def _nothing_of_ours(self, peers: Sequence[Peer]) -> str:
         shards = [peer.shard for peer in peers]

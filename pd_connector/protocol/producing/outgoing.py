@@ -30,8 +30,10 @@ class Offer(NamedTuple):
     final_token: FinalToken | None = None  # with the final offer, if the engine has chosen it
     provisional: bool = False  # it may turn out to be wrong when the prefill has ended
     # In the final offer: the pages of `state` groups hold the states after tokens [0, state_token);
-    # 0: they hold none. Each such table lists one page.
+    # 0: they hold none. Each such table lists that page first.
     state_token: int = 0
+    # The page behind it has the states after [0, boundary_token), for audits; 0: there is none.
+    boundary_token: int = 0
 
     def problem(
         self, message: messages.Open, routes: Sequence[Route], slot_bytes: int
@@ -58,7 +60,8 @@ class Offer(NamedTuple):
     ) -> tuple[Cause, str] | None:
         """Why its states do not stand where a consumer wants them, as (cause, detail); or None."""
         wanted = message.state_token or 0
-        if not wanted or wanted == self.state_token or all(r.section is None for r in routes):
+        offered = 0, self.state_token, self.boundary_token
+        if wanted in offered or all(r.section is None for r in routes):
             return None
         here = f"stand after {self.state_token} tokens" if self.state_token else "are not kept"
         return Cause.TOKENS, f"states {here}, wanted after {wanted}"

@@ -113,6 +113,8 @@ class OutgoingTransfer:
         self.moved = True
         route = stream.routes[planned.route]
         span = planned.source_pages(route)
+        if route.section is not None and planned.first_token != offer.state_token:
+            span = range(1, 2)  # the states at `boundary_token`
         return OutgoingChunk(
             transfer=self.transfer,
             request=offer.request,

@@ -13,6 +13,7 @@ from pd_connector.tools.cli.checks import (
     asking,
     handshake,
     limits,
+    model,
     network,
     peer,
     pool,
@@ -27,6 +28,14 @@ from pd_connector.tools.launch.progress import working
 
 
 def doctor(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="Say whether this model hands over: its folder, or its name if it was downloaded here.",
+            show_default=False,
+        ),
+    ] = None,
     peers: Annotated[
         list[str] | None,
         typer.Option("--peer", metavar="URL", help="Also visit this engine. May be repeated."),
@@ -39,13 +48,14 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check versions, transports, network, GPU and limits, and say what to do.
+    """Check versions, transports, network, GPU, limits and models, and say what to do.
 
     Ends with status 1 if anything fails.
     """
     # Progress goes to standard error, so that --json can be piped.
     with working(Console(stderr=True), "looking at this machine") as progress:
-        findings = examine(probe.look())
+        findings = [finding for name in models or () for finding in model.check(name)]
+        findings += examine(probe.look())
         visits = []
         for url in peers or ():
             progress(f"asking {url}")

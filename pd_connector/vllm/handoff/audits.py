@@ -5,6 +5,9 @@ producer's KV of it (config key `audit`).
 For vLLM an audited request is an ordinary request. The comparison begins after the step that computes the end of its
 prompt, and reads the request's own pages. If the request ends earlier, its pages are kept until the comparison is
 over. Until a producer has passed, vLLM computes all of its prompts itself: no answer is wrong, and no request waits.
+
+A state at a prompt's end is overwritten by the next step. So states are compared at the last page boundary of the prompt,
+where both engines keep one (`StateTables.boundary`), and its page is held until then.
 """
 
 import random
@@ -20,10 +23,14 @@ from pd_connector.kv.geometry import pages_for
 from pd_connector.vllm.handoff.fetch import Fetch, Pair
 from pd_connector.vllm.handoff.streaming import kept_pages, scheduled
 from pd_connector.vllm.messages import AuditReport
+from pd_connector.vllm.pages.held_states import HeldStates
+from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.windows import Windows
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 LEAST_TOKENS = 32
 """Fewest tokens to fetch for an audit. A shorter prompt would show little."""
@@ -43,6 +50,7 @@ class _Audit:
     keep_until: float | None = None  # the request has ended, and its pages are kept
     reports: int = 0  # ranks whose comparison is over
     more: bool = False  # a rank has passed, and can fetch by another path that has not
+    state_token: int = 0  # where states are compared; 0: none are
 
     @property
     def last(self) -> int:
@@ -55,22 +63,29 @@ class Audits:
 
     Args:
         windows: of the engine's page tables.
+        states: which of them list states.
         ranks: number of ranks; each compares the KV that it holds.
     """
 
-    def __init__(self, config: Config, windows: Windows, ranks: int) -> None:
+    def __init__(self, config: Config, windows: Windows, states: StateTables, ranks: int) -> None:
         self._off = config.audit == "off"
         self._share = config.audit_share
         self._keep_s = config.stall_timeout_s
         # Only a new session tells whether a producer that failed an audit has restarted.
         self._retry_s = config.session_timeout_s
         self._windows = windows
+        self._states = states
+        self._held = HeldStates(states)
         self._ranks = ranks
         self._passed: dict[Pair, None] = {}
         self._retry: dict[Pair, float] = {}
         self._chosen: dict[str, bool] = {}  # by id of a later request: whether it is audited
         self._audits: dict[str, _Audit] = {}
         self._over: list[str] = []  # requests that have ended; their pages may be freed now
+
+    def bind(self, manager: "KVCacheManager") -> None:
+        """Attach vLLM's pages, before the first request."""
+        self._held.bind(manager)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether this request is computed here to compare it."""
@@ -82,30 +97,34 @@ class Audits:
         kept = any(audit.keep_until is not None for audit in self._audits.values())
         return kept or bool(self._over)
 
-    def computes(self, request_id: str, fetch: Fetch, missing: int) -> bool:
+    def computes(self, request: "Request", fetch: Fetch, missing: int) -> bool:
         """Whether vLLM computes this prompt itself although its KV can be fetched.
 
         Args:
             missing: tokens that would be fetched.
         """
+        request_id = request.request_id
         if self._off:
             return False
         if fetch.pair not in self._passed:
             return True
         if request_id not in self._chosen:
             self._chosen[request_id] = self._share > 0 and random.random() < self._share
-        return self._chosen[request_id] and self._eligible(fetch.pair, missing)
+        return self._chosen[request_id] and self._eligible(request, fetch, missing)
 
-    def begin(self, request_id: str, fetch: Fetch, unchanged: Callable[[], bool]) -> bool:
+    def begin(self, request: "Request", fetch: Fetch, unchanged: Callable[[], bool]) -> bool:
         """vLLM has allocated pages to compute a prompt; returns whether it will be audited.
 
         Args:
             unchanged: asked after the prompt was computed: does the adapter still have the fetch's content?
         """
         missing = fetch.tokens - fetch.computed_tokens
-        if not self.computes(request_id, fetch, missing) or not self._eligible(fetch.pair, missing):
+        if not self.computes(request, fetch, missing):
             return False
-        self._audits[request_id] = _Audit(fetch, unchanged)
+        if not self._eligible(request, fetch, missing):
+            return False
+        position = self._position(request)
+        self._audits[request.request_id] = _Audit(fetch, unchanged, state_token=position)
         return True
 
     def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[str]]:
@@ -123,7 +142,9 @@ class Audits:
             audit = self._audits[request_id]
             audit.computed = computed
             lost = zip(audit.listed, self._windows.first_kept(computed), strict=False)
-            if any(first < kept for first, kept in lost):
+            after = computed + output.num_scheduled_tokens.get(request_id, 0)
+            held = self._hold(request_id, audit, after)
+            if not held or any(first < kept for first, kept in lost):
                 commands += self._drop(request_id, Cause.WINDOW)
         now = time.monotonic()
         for request_id, audit in list(self._audits.items()):
@@ -199,11 +220,31 @@ class Audits:
         """A rank no longer trusts this producer, for example because it has restarted."""
         self._passed.pop(pair, None)
 
-    def _eligible(self, pair: Pair, missing: int) -> bool:
+    def _position(self, request: "Request") -> int:
+        """Where vLLM keeps the states of a prompt that it computes; 0: nowhere. It leaves the prompt's last token to a
+        step of its own, or to the decoding."""
+        return self._states.boundary(request.num_prompt_tokens - 1)
+
+    def _eligible(self, request: "Request", fetch: Fetch, missing: int) -> bool:
         """Whether an audit of this producer can begin with a request of `missing` missing tokens."""
+        pair = fetch.pair
+        if self._states and self._states.keeps_boundaries:
+            position = self._position(request)
+            if not 0 < position <= fetch.tokens:
+                return False  # no state to compare
         under_way = any(audit.fetch.pair == pair for audit in self._audits.values())
         early = time.monotonic() < self._retry.get(pair, 0.0)
         return missing >= LEAST_TOKENS and not under_way and not early
+
+    def _hold(self, request_id: str, audit: _Audit, computed: int) -> bool:
+        """Hold the states that will be compared, once a step computes them. Returns whether they are there.
+
+        Args:
+            computed: tokens of the request that this step will have computed.
+        """
+        if not audit.state_token or computed < audit.state_token:
+            return True
+        return self._held.hold(request_id, audit.state_token)
 
     def _load(self, request_id: str, audit: _Audit) -> Command:
         """Begin to compare. Only the later half of a window is compared: vLLM goes on to free the earlier half."""
@@ -218,7 +259,11 @@ class Audits:
             listed.append(begin)
             tables.append([0] * begin + pages[begin:count])
         audit.listed = tuple(listed)
-        return audit.fetch.load(request_id, stop, kept_pages(tables), compares=True)
+        if held := self._held.pages(request_id):
+            tables = [page or table for page, table in zip(held, tables, strict=True)]
+        return audit.fetch.load(
+            request_id, stop, kept_pages(tables), compares=True, state_token=audit.state_token
+        )
 
     def _drop(self, request_id: str, cause: Cause) -> list[Command]:
         """This request's audit cannot end; another request will be audited."""
@@ -228,6 +273,7 @@ class Audits:
         return [Drop(request_id, cause)]
 
     def _end(self, request_id: str) -> None:
+        self._held.release(request_id)
         if self._audits.pop(request_id).keep_until is not None:
             self._over.append(request_id)
 

@@ -55,8 +55,10 @@ class Fetch:
         pages: tuple[Sequence[int], ...],
         *,
         compares: bool = False,
+        state_token: int = 0,
     ) -> Load:
-        """The command that fetches the tokens that are not cached, up to `stop_token`."""
+        """The command that fetches the tokens that are not cached, up to `stop_token`, and the states after
+        `state_token` tokens."""
         return Load(
             request=request,
             transfer=self.transfer,
@@ -68,4 +70,5 @@ class Fetch:
             wait=self.wait,
             compares=compares,
             adapter=self.adapter,
+            state_token=state_token,
         )

@@ -19,6 +19,7 @@ from pd_connector.vllm.identity.adapters import Adapters
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
 from pd_connector.vllm.pages.partial import PartialPages
 from pd_connector.vllm.pages.stale_adapter import StaleAdapterPages
+from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.status import PageRule, PageStatus, Use
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.part import COMPLETE, Ended, Part
@@ -55,6 +56,7 @@ class Fetching(Part):
 
     Args:
         windows: page sizes and windows of the engine's page tables.
+        states: which of them list states.
         ranks: number of ranks of this engine.
         status: says whether a request's KV may be compared.
         unfilled: told of loads.
@@ -66,6 +68,7 @@ class Fetching(Part):
         self,
         config: Config,
         windows: Windows,
+        states: StateTables,
         ranks: int,
         telemetry: Telemetry,
         status: PageStatus,
@@ -73,7 +76,7 @@ class Fetching(Part):
         uncomputable: Uncomputable,
         adapters: Adapters,
     ) -> None:
-        self._status = status
+        self._status, self._states = status, states
         self._partial_pages = unfilled
         self._telemetry = telemetry
         self._uncomputable = uncomputable
@@ -82,10 +85,11 @@ class Fetching(Part):
         outdated = StaleAdapterPages(adapters, uncomputable, self._given_up)
         self.rules: tuple[PageRule, ...] = (outdated, FetchGoesFirst(self._computes))
         self._recomputed = Recomputed(windows.page_sizes)
-        self.audits = Audits(config, windows, ranks)
+        self.audits = Audits(config, windows, states, ranks)
 
     def bind(self, manager: "KVCacheManager") -> None:
         self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
+        self.audits.bind(manager)
 
     @property
     def pending(self) -> bool:
@@ -116,11 +120,18 @@ class Fetching(Part):
             watch: it waits without pages until its KV begins to arrive.
         """
         assert params.remote_request_id is not None
-        tokens = min(fetched_tokens(request, params), request.num_prompt_tokens - 1)
+        tokens = min(self.tokens(request, params), request.num_prompt_tokens - 1)
         stage = Stage.WATCHED if watch else Stage.HELD
         self._fetches[request.request_id] = Fetch(
             params.remote_request_id, *identity, peers, params.wait, tokens, stage
         )
+
+    def tokens(self, request: "Request", params: TransferParams) -> int:
+        """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
+        appended its first token. A producer of states leaves the prompt's last token to its consumer."""
+        if params.remote_num_tokens is not None:
+            return params.remote_num_tokens
+        return int(request.num_prompt_tokens) - (1 if self._states else 0)
 
     def queued(self, request: "Request") -> None:
         self._uncomputable.add(request)
@@ -141,7 +152,7 @@ class Fetching(Part):
         fetch.computed_tokens = computed
         missing = fetch.tokens - computed
         audited = request_id not in self._uncomputable and self.audits.computes(
-            request_id, fetch, missing
+            request, fetch, missing
         )
         if missing <= 0 or audited:
             return 0
@@ -163,7 +174,9 @@ class Fetching(Part):
             fetch.stage = Stage.LOADING
             first, stop = fetch.computed_tokens, fetch.computed_tokens + external_tokens
             self._partial_pages.load(request.request_id, blocks, first, stop)
-            return [fetch.load(request.request_id, stop, kept_pages(blocks.get_block_ids()))]
+            pages = kept_pages(self._states.only(blocks.get_block_ids(), stop))
+            position = stop if self._states else 0
+            return [fetch.load(request.request_id, stop, pages, state_token=position)]
         if fetch.outdated:
             fetch.stage, fetch.outcome = Stage.OVER, Cause.MODEL
             return [Drop(request.request_id, Cause.MODEL)]
@@ -171,7 +184,7 @@ class Fetching(Part):
         def comparable() -> bool:
             return not self._status.problem(request, Use.COMPARE)
 
-        if self.audits.begin(request.request_id, fetch, comparable):
+        if self.audits.begin(request, fetch, comparable):
             fetch.stage, fetch.outcome = Stage.AUDITED, "audited"
             held = Hold(request.request_id, fetch.transfer, fetch.peers, watch=False, keep=True)
             return [held]
@@ -244,11 +257,3 @@ class Fetching(Part):
         """KV that was loaded for a request is not used: its adapter was replaced before its first step."""
         if fetch := self._fetches.get(request_id):
             fetch.failed, fetch.outcome = True, Cause.MODEL
-
-
-def fetched_tokens(request: "Request", params: TransferParams) -> int:
-    """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
-    appended its first token."""
-    return (
-        request.num_prompt_tokens if params.remote_num_tokens is None else params.remote_num_tokens
-    )

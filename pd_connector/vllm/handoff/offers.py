@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING
 from pd_connector.agent.commands import Command, Expect, Withdraw
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import pages_for
-from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.final_token import FinalToken
 from pd_connector.vllm.handoff.streaming import Streaming, kept_pages
+from pd_connector.vllm.identity.loaded_model import LoadedModel
 from pd_connector.vllm.messages import StepCommands
+from pd_connector.vllm.pages.held_states import HeldStates
+from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.status import PageStatus, Use
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.part import COMPLETE, Ended, Part
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -29,7 +32,9 @@ class Offers(Part):
 
     Args:
         windows: page sizes and windows of the engine's page tables.
+        states: which of them list states.
         status: says whether a request's KV may be handed over.
+        model: that the ranks have loaded.
         address: this engine's address, as proxies are told it.
         streams: whether KV is sent while its prompt is computed.
     """
@@ -37,18 +42,26 @@ class Offers(Part):
     def __init__(
         self,
         windows: Windows,
+        states: StateTables,
         status: PageStatus,
+        model: LoadedModel,
         address: transfer_params.ProducerAddress,
         *,
         streams: bool,
     ) -> None:
         self._status = status
         self.address = address
-        self.model: ModelFacts | None = None  # of the first rank, as it was at the start
-        self._windows = windows
+        self._model = model
+        self._windows, self._states = windows, states
         self._known: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
         self._describes: set[str] = set()
-        self._streaming = Streaming(windows) if streams else None
+        # Requests whose states at a boundary will be kept for audits, and until when.
+        self._keeps: dict[str, Request] = {}
+        self._held = HeldStates(states)
+        self._streaming = Streaming(windows, states) if streams else None
+
+    def bind(self, manager: "KVCacheManager") -> None:
+        self._held.bind(manager)
 
     @property
     def expected(self) -> bool:
@@ -76,17 +89,29 @@ class Offers(Part):
     def add(self, request: "Request", transfer: str, identity: bytes) -> Command:
         """A request has come, and another engine wants its KV. Returns a command for the agents."""
         self._known[request.request_id] = transfer, identity
+        if self._states.boundary(request.num_prompt_tokens - 1):
+            self._keeps[request.request_id] = request
         if self._streaming:
             self._streaming.add(request, transfer, identity)
         return Expect(transfer)
 
     def weights_changed(self) -> list[Command]:
         known, self._known = self._known, {}
+        for request_id in list(self._keeps):
+            self._keeps.pop(request_id)
+            self._held.release(request_id)
         for request_id in known if self._streaming else ():
             self._streaming.discard(request_id)  # type: ignore[union-attr]
         return [Withdraw(transfer, request) for request, (transfer, _) in known.items()]
 
     def step(self, output: "SchedulerOutput", commands: StepCommands) -> None:
+        for request_id in output.preempted_req_ids or () if self._keeps else ():
+            self._held.release(request_id)
+        for request_id, request in self._keeps.items():
+            tokens = output.num_scheduled_tokens.get(request_id, 0)
+            boundary = self._states.boundary(request.num_prompt_tokens - 1)
+            if tokens and request.num_computed_tokens + tokens >= boundary:
+                self._held.hold(request_id, boundary)
         if self._streaming:
             offers, prefills = self._streaming.step(output)
             commands.commands += offers
@@ -96,32 +121,45 @@ class Offers(Part):
         request_id = request.request_id
         if request_id in self._describes:
             self._describes.discard(request_id)
-            told = about.written(self.model)
+            told = about.written(self._model.facts)
             return Ended(False, transfer_params.description(self.address, told))
         if request_id not in self._known:
             return Ended(False, None)
         transfer, identity = self._known.pop(request_id)
+        self._keeps.pop(request_id, None)
         if self._streaming:
             self._streaming.discard(request_id)
         tokens = request.num_prompt_tokens
         wanted = [pages_for(tokens, size) for size in self._windows.page_sizes]
-        complete = request.status in COMPLETE and request.num_computed_tokens >= tokens
+        computed = request.num_computed_tokens
+        complete = request.status in COMPLETE and computed >= tokens
+        if self._states:  # a state that has gone on stands for other tokens
+            complete &= computed == tokens
         if (
             self._status.problem(request, Use.OFFER)
             or not complete
             or any(len(a) < b for a, b in zip(pages, wanted, strict=True))
         ):
+            self._held.release(request_id)
             return Ended(False, None, (Withdraw(transfer, request_id),))
         kept = [table[:count] for table, count in zip(pages, wanted, strict=True)]
+        offered = self._states.only(kept, tokens)
+        boundary = 0
+        if held := self._held.pages(request_id):
+            boundary = self._states.boundary(tokens - 1)
+            offered = tuple([*a, *b] for a, b in zip(offered, held, strict=True))
         offer = Offer(
             transfer,
             request_id,
-            kept_pages(kept),
+            kept_pages(offered),
             identity,
             prompt_tokens=tokens,
             tokens=tokens,
             final=True,
-            final_token=_final_token(request, transfer, identity),
+            # What it has sampled does not follow a prompt whose last token was left to the consumer.
+            final_token=None if self._states else _final_token(request, transfer, identity),
+            state_token=tokens if self._states else 0,
+            boundary_token=boundary,
         )
         answer = transfer_params.response(
             self.address,
@@ -131,6 +169,10 @@ class Offers(Part):
             push=transfer != request_id,
         )
         return Ended(True, answer, (offer,))
+
+    def sent(self, request_id: str) -> None:
+        """The pages of a request that has ended are free again."""
+        self._held.release(request_id)
 
 
 def _final_token(request: "Request", transfer: str, identity: bytes) -> FinalToken | None:

@@ -9,6 +9,7 @@ from pd_connector.agent.commands import Command, Revoke
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.vllm.messages import Prefill
+from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.windows import NULL_PAGE, Windows
 
 if TYPE_CHECKING:
@@ -37,10 +38,12 @@ class Streaming:
 
     Args:
         windows: of the engine's page tables.
+        states: which of them list states. States are offered with the final offer.
     """
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: Windows, states: StateTables) -> None:
         self._windows = windows
+        self._states = states
         self._prompts: dict[str, _Prompt] = {}
 
     def add(self, request: "Request", transfer: str, identity: bytes) -> None:
@@ -76,7 +79,7 @@ class Streaming:
             prompt.computed = min(
                 prompt.tokens, computed + output.num_scheduled_tokens.get(request_id, 0)
             )
-            commands.append(_offer(request_id, prompt, min(found, prompt.tokens)))
+            commands.append(self._offer(request_id, prompt, min(found, prompt.tokens)))
             prefills.append(Prefill(prompt.transfer, request_id, prompt.computed))
         return commands, prefills
 
@@ -95,8 +98,22 @@ class Streaming:
         ]
         return [
             Revoke(prompt.transfer, request_id),
-            _offer(request_id, prompt, prompt.tokens),
+            self._offer(request_id, prompt, prompt.tokens),
         ]
+
+    def _offer(self, request_id: str, prompt: _Prompt, tokens: int) -> Offer:
+        return Offer(
+            prompt.transfer,
+            request_id,
+            kept_pages(self._states.only(prompt.pages)),
+            prompt.identity,
+            prompt_tokens=prompt.tokens,
+            tokens=tokens,
+            final=False,
+            provisional=prompt.provisional,
+            state_token=prompt.tokens if self._states else 0,
+            boundary_token=self._states.boundary(prompt.tokens - 1),
+        )
 
 
 def scheduled(
@@ -134,19 +151,6 @@ def _all_computed_before(output: "SchedulerOutput") -> bool:
     alone = len(output.num_scheduled_tokens) == 1
     loads = getattr(output, "has_sync_kv_loads", True)
     return alone and not loads and not getattr(output, "kv_cache_block_copies", None)
-
-
-def _offer(request_id: str, prompt: _Prompt, tokens: int) -> Offer:
-    return Offer(
-        prompt.transfer,
-        request_id,
-        kept_pages(prompt.pages),
-        prompt.identity,
-        prompt_tokens=prompt.tokens,
-        tokens=tokens,
-        final=False,
-        provisional=prompt.provisional,
-    )
 
 
 def kept_pages(tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:

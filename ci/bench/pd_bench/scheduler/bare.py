@@ -84,6 +84,6 @@ def scheduler_of(
             ],
         ),
         structured_output_manager=grammars,
-        block_size=PAGE_SIZE,
+        block_size=max([PAGE_SIZE, *(int(spec.block_size) for spec in specs)]),
         log_stats=True,
     )

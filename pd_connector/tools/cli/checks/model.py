@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model hands over, by its `config.json` and the table of models (docs/models.md)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pd_connector.tools.cli.checks.finding import Finding, Status
+from pd_connector.tools.models import Standing, Support, find
+
+_STATUS = {Standing.RUN: Status.OK, Standing.SAME: Status.WARN, Standing.REFUSED: Status.WARN}
+_SAID = {
+    Standing.RUN: "hands over",
+    Standing.SAME: "hands over; no test has run this architecture",
+    Standing.REFUSED: "does not hand over",
+}
+
+
+def check(model: str) -> list[Finding]:
+    """Findings about a model.
+
+    Args:
+        model: its folder, its `config.json`, or a name that Hugging Face's cache on this machine has.
+    """
+    area = f"model {model}"
+    try:
+        config = json.loads(_config_of(model).read_text())
+        architectures = [str(one) for one in config["architectures"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        advice = "give a folder with a config.json that has architectures, or the name of a downloaded model"
+        return [Finding(area, "config.json", Status.FAIL, str(error), advice)]
+    return _findings(area, architectures)
+
+
+def _findings(area: str, architectures: list[str]) -> list[Finding]:
+    known = find(architectures)
+    named = ", ".join(architectures)
+    if known is None:
+        found = f"{named}: not in the table of models"
+        advice = "start an engine with it: what cannot be moved is refused by name at the start"
+        return [Finding(area, "architecture", Status.WARN, found, advice)]
+    nowhere = known.vllm.standing is known.sglang.standing is Standing.REFUSED
+    architecture = f"{named} ({known.names}): {known.cache}"
+    return [
+        Finding(area, "architecture", Status.FAIL if nowhere else Status.OK, architecture),
+        _finding(area, "vLLM", known.vllm),
+        _finding(area, "SGLang", known.sglang),
+    ]
+
+
+def _finding(area: str, engine: str, support: Support) -> Finding:
+    said = _SAID[support.standing]
+    found = f"{said}. {support.why}" if support.why else said
+    return Finding(area, engine, _STATUS[support.standing], found, support.remedy)
+
+
+def _config_of(model: str) -> Path:
+    """Raises FileNotFoundError if the model's config is not on this machine."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        return path / "config.json"
+    cached: Any = None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model, "config.json")
+    except (ImportError, ValueError):  # not installed, or no name of a model
+        pass
+    if not isinstance(cached, str):
+        raise FileNotFoundError(f"{model}: no such folder, and not in Hugging Face's cache here")
+    return Path(cached)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States that are kept although vLLM goes on without them: those after the last whole page of a prompt, for audits. vLLM
+frees such a page with one of the next steps, or when the request ends. It stays in the prefix cache meanwhile."""
+
+from typing import TYPE_CHECKING
+
+from pd_connector.vllm.pages.state_tables import StateTables
+from pd_connector.vllm.pages.windows import NULL_PAGE
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class HeldStates:
+    """Pages with one more reference, by request. Used by the scheduler's thread only.
+
+    Args:
+        states: the engine's tables of states.
+    """
+
+    def __init__(self, states: StateTables) -> None:
+        self._states = states
+        self._manager: KVCacheManager | None = None
+        self._held: dict[str, list[list[KVCacheBlock]]] = {}  # by table
+
+    def bind(self, manager: "KVCacheManager") -> None:
+        """Attach vLLM's pages, before the first request."""
+        self._manager = manager
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def hold(self, request_id: str, position: int) -> bool:
+        """Keep the states after `position` tokens, a page boundary. The step that was just scheduled computes them, or an
+        earlier one has. Returns whether they are there."""
+        if request_id in self._held:
+            return True
+        assert self._manager is not None
+        tables = self._manager.get_blocks(request_id).blocks
+        only = self._states.only(tables, position)
+        held = [
+            [] if page is table else list(page) for page, table in zip(only, tables, strict=True)
+        ]
+        blocks = [block for page in held for block in page]
+        if not blocks or any(block.block_id == NULL_PAGE for block in blocks):  # type: ignore[attr-defined]
+            return False
+        self._manager.block_pool.touch(blocks)
+        self._held[request_id] = held
+        return True
+
+    def pages(self, request_id: str) -> list[list[int]]:
+        """The pages that are held for a request, by table; empty if none are."""
+        return [[block.block_id for block in page] for page in self._held.get(request_id, ())]
+
+    def release(self, request_id: str) -> None:
+        """The request's states are not needed any more."""
+        if held := self._held.pop(request_id, None):
+            assert self._manager is not None
+            self._manager.block_pool.free_blocks([block for page in held for block in page])
