@@ -4,6 +4,8 @@
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from pd_connector.errors import (
     Cause,
     PDConnectorError,
