@@ -6,10 +6,9 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pd_connector.sglang.settings import BACKEND
+
 logger = logging.getLogger("pd_connector.sglang")
-
-
-BACKEND = "pd_connector"
 
 
 _DISAGGREGATION = "sglang.srt.disaggregation"

@@ -25,7 +25,7 @@ from pd_connector.kv.model import (
 from pd_connector.kv.model_config import printable, served_config
 from pd_connector.kv.rotation_table import Made, rotation_text
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
-from pd_connector.sglang.hooks import BACKEND
+from pd_connector.sglang.settings import BACKEND
 
 logger = logging.getLogger("pd_connector.sglang")
 
