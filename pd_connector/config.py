@@ -5,6 +5,7 @@ Every error names the config key, the value found, and what to do.
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -31,6 +32,14 @@ TRANSPORT_GROUP = "pd_connector.transports"
 CODECS = ("auto", "fp8_e4m3", "int8", "raw")
 CODEC_GROUP = "pd_connector.codecs"
 """The entry points by which other packages add codecs (`kv/coding.py`)."""
+
+
+_WITHOUT_EFFECT = {
+    "weights": "all bytes of the weights are read now, and it has no effect: remove it"
+}
+"""Keys of the release before, which later ones refuse."""
+
+logger = logging.getLogger("pd_connector.config")
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,9 +72,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     model_id: str = ""
     """The operator's own name for the model and its weights. If both engines have one, the names must be equal.
     Needed if the weights are not files on disk but, for example, in an object store."""
-    weights: Literal["sampled", "full"] = "sampled"
-    """What of the weights is known at the engine's start: samples of every tensor, with all bytes read later in
-    the background, or all bytes (`full`), for which the start waits. All bytes are read once per file."""
     audit: Literal["first", "off"] | float = "first"
     """Which prompts a consumer computes itself, to compare the KV with the producer's: the first of each
     producer and adapter (`first`), also a share of the later ones (a number such as 0.001), or none (`off`)."""
@@ -147,6 +153,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             ConfigError: unknown keys, wrong types, or values that contradict each other. It has all of them, but values
                 that can be read are not judged beside one that cannot.
         """
+        for name in extra:
+            if name in _WITHOUT_EFFECT:
+                logger.warning("config key %s: %s", name, _WITHOUT_EFFECT[name])
+        extra = {name: value for name, value in extra.items() if name not in _WITHOUT_EFFECT}
         unknown = [name for name in extra if name not in cls.__struct_fields__]
         problems = [_unknown_key(name, cls.__struct_fields__) for name in unknown]
         values = {name: value for name, value in extra.items() if name not in unknown}

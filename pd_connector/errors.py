@@ -92,6 +92,7 @@ class Cause(StrEnum):
     TRANSPORT = "transport"  # the transport reported a failed write
     UNAUDITED = "unaudited"  # the producer has passed no audit since it started
     UNKNOWN_TRANSFER = "unknown_transfer"  # the producer has no such pages, or no longer
+    UNREAD = "unread"  # one side has not read all bytes of its weights yet
     UNREACHABLE = "unreachable"  # no connection to the producer
     UNTRUSTED_ADDRESS = "untrusted_address"  # a producer's address is not sealed and not in `peers`
     VERSION = "version"  # no common schema version

@@ -15,6 +15,7 @@ HARMLESS = frozenset(
         Cause.NOT_NEEDED,
         Cause.PREFILL_ENDED,
         Cause.UNAUDITED,
+        Cause.UNREAD,
         Cause.WINDOW,
     }
 )
@@ -112,6 +113,17 @@ def remedy(cause: Cause) -> str:
 def remedy_of(cause: str) -> str:
     """The remedy of a cause that a metric names."""
     return remedy(Cause(cause)) if cause in list(Cause) else _NO_REMEDY
+
+
+def weights_read(read_bytes: float, nbytes: float) -> str:
+    """How far an engine has read its weights, such as `weights read 3.1 of 16.0 GB`."""
+    return f"weights read {read_bytes / 1e9:.1f} of {nbytes / 1e9:.1f} GB"
+
+
+def unread_in(gauges: Mapping[str, float]) -> str:
+    """The same by an engine's gauges (without prefix); empty if it has read all."""
+    read_bytes, nbytes = gauges.get("weights_read_bytes", 0.0), gauges.get("weights_bytes", 0.0)
+    return weights_read(read_bytes, nbytes) if read_bytes < nbytes else ""
 
 
 def told(causes: Mapping[Cause, int] | Mapping[str, int]) -> str:

@@ -74,9 +74,9 @@ def test_all_keys_are_named_for_one_that_is_like_none() -> None:
         ("transports", "tcp", 'got `str`: write ["tcp"]'),
         ("transports", [1], "Expected `str`"),
         ("on_failure", "retry", "must be `recompute` or `fail`"),
-        ("weights", "ful", "did you mean 'full'? It must be `sampled` or `full`"),
-        ("weights", True, "must be `sampled` or `full`"),
-        ("weights", "1", "must be `sampled` or `full` (config"),
+        ("direction", "rea", "did you mean 'read'? It must be `auto` or `write` or `read`"),
+        ("direction", True, "must be `auto` or `write` or `read`"),
+        ("direction", "1", "must be `auto` or `write` or `read` (config"),
         ("audit", True, "must be `first` or `off` or a number"),
         ("audit", "0.5", "must be `first` or `off` or a number: write it without quotes"),
         ("model_id", 7, "Expected `str`"),
@@ -312,3 +312,10 @@ def test_what_is_no_port_is_told(key: str, value: object) -> None:
 def test_control_and_data_share_no_port() -> None:
     with pytest.raises(ConfigError, match="must share no port with control_port"):
         _load(control_port="7100-7107", data_port=7107)
+
+
+def test_a_key_of_the_release_before_has_no_effect_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert Config.load({"weights": "full"}, {}) == Config.load({}, {})
+    assert "config key weights" in caplog.text

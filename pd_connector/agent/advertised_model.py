@@ -1,111 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of the model that an engine advertises to its peers, kept true while weights change.
 
-At start the engine advertises samples of the weights, and a fingerprint of all bytes when they were read. While weights
-change in place it advertises no weights, so that no KV passes. Afterwards it advertises the new weights: by their files, if
-all were loaded from files; otherwise by the parameters in memory.
+Nothing is told of the weights before all bytes of the files that they were loaded from were read. When weights change in
+place, nothing is told of them from the first moment on, so that no KV passes. What they are is told when they have
+changed: by files, where all of them were loaded from files; otherwise by the parameters in memory.
 """
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from pd_connector.agent.commands import ChangeModel, Command, KnowWeights
+from pd_connector.agent.commands import ChangeModel, Command, KnowWeights, ReadWeights
+from pd_connector.agent.weights_reader import WeightsReader, reading
 from pd_connector.kv.checkpoint_files import CheckpointFiles
-from pd_connector.kv.model import ModelFacts
-from pd_connector.kv.weights import cache_file, full_fingerprint, read_weights
+from pd_connector.kv.model import ModelFacts, draft_fingerprint
+from pd_connector.kv.weights import combined, tensor_forms
 
 logger = logging.getLogger("pd_connector.agent.advertised_model")
 
 
-class WeightsReader:
-    """Reads all bytes of the loaded weights in a thread, beside the engine's work. The thread starts when this is made.
+class DraftFiles(NamedTuple):
+    """A draft model: the fingerprint of its config, and the files that its weights are loaded from."""
 
-    Samples are read at once, and let KV pass. They do not show a change of a single row of a table. So all bytes are read
-    afterwards, at several GB/s, mostly from the page cache into which the engine has just read them.
+    config: bytes
+    files: Sequence[CheckpointFiles]
+
+
+class _Reading:
+    """Checkpoints that are read, each by its reader.
 
     Args:
-        parts: the checkpoints of the model, in the order of `kv.weights.read_weights`, which has taken samples of them.
-            They are closed when they were read.
-        cache: see `full_fingerprint`.
-        report: the thread calls it with the fingerprint, unless it was stopped before.
+        told: called when the last of them has ended, from a reader's thread or at once; not once it is stopped.
+        progressed: called with the bytes that are known and those that there are.
     """
 
     def __init__(
-        self, parts: Sequence[CheckpointFiles], cache: Path | None, report: Callable[[bytes], None]
+        self,
+        parts: Iterable[CheckpointFiles],
+        told: Callable[[], None],
+        progressed: Callable[[int, int], None],
     ) -> None:
-        self._parts = tuple(parts)
-        self._cache = cache
-        self._report = report
-        self._stopped = False
-        self._reporting = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="pd-weights", daemon=True)
-        self._thread.start()
-
-    @property
-    def reads(self) -> bool:
-        """Whether the fingerprint is still to be reported."""
-        return not self._stopped and self._thread.is_alive()
+        self._readers: list[WeightsReader] = [reading(part) for part in parts]
+        self._told, self._progressed = told, progressed
+        self._left = len(self._readers)
+        self._lock = threading.Lock()
+        self.over = False
+        self._progress()
+        for reader in list(self._readers):
+            reader.tell(self._progress, self._ended)
 
     def stop(self) -> None:
-        """The engine does not serve these weights any more. After the return no fingerprint is reported."""
-        with self._reporting:
-            self._stopped = True
+        """What is read is of no use any more. Once this has returned, nothing is told."""
+        with self._lock:
+            over, self.over = self.over, True
+        for reader in () if over else self._readers:
+            reader.stop()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end, at most `timeout_s` seconds. Returns whether it has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Wait for the end of its threads; returns whether it has come."""
+        return all(reader.join(timeout_s) for reader in self._readers)
 
-    def _run(self) -> None:
-        began = time.monotonic()
-        try:
-            full = self._read()
-        except (OSError, ValueError) as error:
-            logger.warning("weights are compared by samples only: %s", error)
-            return
-        finally:
-            nbytes = sum(file.size for part in self._parts for file in part.files)
-            for part in self._parts:
-                part.close()
-        with self._reporting:
-            if self._stopped or not full:
+    def _progress(self) -> None:
+        nbytes = sum(reader.part.nbytes for reader in self._readers)
+        self._progressed(sum(reader.read_bytes for reader in self._readers), nbytes)
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self.over or self._left:
                 return
-            took_s = time.monotonic() - began
-            logger.info(
-                "all bytes of the weights are known: %.3g GB in %.3g s", nbytes / 1e9, took_s
-            )
-            self._report(full)
-
-    def _read(self) -> bytes:
-        for part in self._parts:
-            assert part.weights is not None, "samples are taken first"
-            full = full_fingerprint(part.files, self._cache, lambda: self._stopped)
-            if not full:
-                return b""
-            part.look()
-            if part.problem:
-                raise ValueError(part.problem)
-            part.weights = part.weights._replace(full=full)
-        return read_weights(self._parts).full
+            self._progress()
+            self._told()
+            self.over = True
 
 
 class AdvertisedModel:
     """Used by one thread of the engine.
 
     Args:
-        facts: advertised when the agent starts.
-        files: the files of the weights in `facts`; None if they are not from files. They are closed when all were read.
-        submit: submits a command to the agent.
+        facts: what peers are told when the agent starts. They are `reading` if there are files to be read.
+        files: what the weights were loaded from; None where they are not from files. They are closed when they were read.
+        submit: hands a command to the agent.
+        draft: the draft model, if its weights are from files.
 
     Attributes:
-        withdrawn: no weights are advertised now.
-        changes: number of changes of the weights, and of losses of the cache. KV computed before the last one cannot be
-            used with the present weights.
+        withdrawn: nothing is told of the weights now.
+        changes: how often the weights have changed, or the cache was lost. KV that was computed before is none of the
+            present weights'.
+        unreadable: the files are not what was loaded, or cannot be read: the caller tells what is in memory instead.
     """
 
     def __init__(
@@ -113,31 +98,38 @@ class AdvertisedModel:
         facts: ModelFacts,
         files: Sequence[CheckpointFiles] | None,
         submit: Callable[[Command], None],
+        draft: DraftFiles | None = None,
     ) -> None:
         self._at_start = self.facts = facts
         self._submit = submit
+        self._draft = draft
         self._files: Sequence[CheckpointFiles] = ()
-        self._reader: WeightsReader | None = None
-        self._full = b""  # fingerprint of all bytes; empty until they were read
-        self.withdrawn = False
+        self._reading: _Reading | None = None
+        self.withdrawn = self.unreadable = False
         self.changes = 0
-        if files is not None and facts.weights:
-            self._read(files)
+        if facts.reading:
+            self._read(files or ())
 
     @property
     def reads(self) -> bool:
-        """Whether all bytes of the weights are being read. When that ends, the fingerprint was submitted."""
-        return self._reader is not None and self._reader.reads
+        """Whether weights are being read. Once they are not, what was read has been told."""
+        return self._reading is not None and not self._reading.over
+
+    def wait(self) -> None:
+        """Wait until all that is being read was read. What was found has been told then."""
+        while self._reading is not None and not self._reading.join(60.0):
+            pass
 
     def facts_now(self) -> ModelFacts:
         """The facts that an agent advertises if it starts now."""
         return self._unknown() if self.withdrawn else self.facts
 
     def tell_to(self, submit: Callable[[Command], None]) -> None:
-        """Another agent has replaced the previous one. It has `facts_now`."""
+        """Another agent has taken the place of the one before. It knows `facts_now`, as they were when it started."""
         self._submit = submit
-        if (full := self._full) and not self.withdrawn:
-            submit(KnowWeights(full))
+        facts = self.facts_now()
+        if facts.weights and not facts.reading:
+            submit(KnowWeights(facts.weights, facts.draft))
 
     def withdraw(self) -> None:
         """The weights will change: advertise none until the change is over."""
@@ -153,88 +145,108 @@ class AdvertisedModel:
         self.withdrawn = True
         self.changes += 1
         self.close()
-        self._full = b""
 
     def pages_lost(self) -> None:
         """The cache has lost its content: earlier KV cannot be used, as after a change of the weights. The advertised weights
         stay."""
         self.changes += 1
 
-    def tell_files(self, files: Sequence[CheckpointFiles], *, loaded: bytes) -> bool:
-        """Advertise these files: all weights were loaded from them since the last `withdraw`. Returns whether that is
-        possible. It is not if the files lack a tensor: that tensor has kept its old values.
-
-        Args:
-            loaded: see `ModelFacts`.
-        """
-        if not self._files or any(part in self._files for part in files):
+    def tell_files(self, files: Sequence[CheckpointFiles]) -> bool:
+        """All weights were loaded from these files since they were withdrawn. Returns whether they will be told, once
+        they were read. They will not if the files may lack a tensor, because that tensor stayed as it was."""
+        if not self._files or any(part.problem or part in files for part in self._files):
             return False
         try:
-            weights = read_weights(files)
+            before, now = _forms(self._files), _forms(files)
         except (OSError, ValueError) as error:
-            logger.warning("weights cannot be hashed: %s", error)
+            logger.warning("the files of the weights cannot be read: %s", error)
             return False
-        if _forms(files) != _forms(self._files):
+        if before != now or not all(now):
             return False
-        facts = msgspec.structs.replace(
-            self._at_start,
-            weights=weights.sampled,
-            weights_full=weights.full,
-            loaded=loaded,
-            loaded_full=b"",
-        )
-        self._change(facts)
+        self._change(msgspec.structs.replace(self._at_start, reading=True))
         self._read(files)
-        logger.info("the weights were loaded again from files, which are compared from now on")
+        logger.info(
+            "the weights were loaded again from files, which are compared once they were read"
+        )
         return True
 
-    def tell_memory(self, *, loaded: bytes, loaded_full: bytes, version: str = "") -> None:
-        """The weights have changed: advertise the parameters in memory, and the operator's version of them."""
-        self._change(self._unknown(loaded=loaded, loaded_full=loaded_full, version=version))
+    def tell_memory(self, *, loaded: bytes, version: str = "") -> None:
+        """Tell the parameters in memory, and what the operator calls them: the weights have changed, or their files are
+        `unreadable`."""
+        facts = self._unknown(loaded=loaded, version=version)
+        self._change(msgspec.structs.replace(facts, reading=self._draft is not None))
+        if self._draft is not None:
+            self._read(())
 
     def close(self) -> None:
-        """Stop the reading. Nothing more is advertised of the present weights."""
-        if self._reader is not None:
-            self._reader.stop()
+        """Nothing more is told of the weights that were told last."""
+        if self._reading is not None:
+            self._reading.stop()
 
     def _read(self, files: Sequence[CheckpointFiles]) -> None:
-        """Read all bytes of these files, if only samples of them are known."""
-        self._files = files
-        if self.facts.weights_full:
-            for part in files:
+        """Tell these weights once they and the draft model's were read."""
+        self._files = files or self._files
+        draft = self._draft.files if self._draft else ()
+        parts = list(dict.fromkeys([*files, *draft]))
+
+        def told() -> None:
+            self._know(files)
+            for part in parts:
                 part.close()
-        else:
-            self._reader = WeightsReader(files, cache_file(), self._know)
 
-    def _know(self, full: bytes) -> None:
-        """All bytes were read. The reader's thread calls it, until it is stopped."""
-        self._full = full
-        self._submit(KnowWeights(full))
+        self._reading = _Reading(parts, told, lambda *nbytes: self._submit(ReadWeights(*nbytes)))
 
-    def _unknown(
-        self,
-        *,
-        loaded: bytes = b"",
-        loaded_full: bytes = b"",
-        version: str = "",
-    ) -> ModelFacts:
-        """The model's facts, with no weights but the given fingerprints."""
+    def _know(self, files: Sequence[CheckpointFiles]) -> None:
+        """All that is to be read was read: called by a reader's thread, unless it was stopped."""
+        if self._draft is not None:
+            problems = [part.problem for part in self._draft.files if part.problem]
+            for problem in problems[:1]:
+                logger.warning(
+                    "the draft model is not known, so this engine takes no KV: %s", problem
+                )
+            known = combined([part.weights for part in self._draft.files])
+            draft = b"" if problems else draft_fingerprint(self._draft.config, known)
+            self._at_start = msgspec.structs.replace(self._at_start, draft=draft)
+            self._draft = None
+        if problems := [part.problem for part in files if part.problem]:
+            logger.warning("the weights are not known by their files: %s", problems[0])
+            self.unreadable = True
+            return
+        try:
+            _forms(files)  # as long as they are open
+        except (OSError, ValueError) as error:
+            logger.warning("the files of the weights cannot be read: %s", error)
+        weights = combined([part.weights for part in files]) if files else self.facts.weights
+        draft = self._at_start.draft
+        self.facts = msgspec.structs.replace(
+            self.facts, weights=weights, draft=draft, reading=False
+        )
+        self._submit(KnowWeights(weights, draft))
+
+    def _unknown(self, *, loaded: bytes = b"", version: str = "") -> ModelFacts:
+        """The model, with nothing known of its weights but the given fingerprint."""
         return msgspec.structs.replace(
             self._at_start,
             weights=b"",
-            weights_full=b"",
             loaded=loaded,
-            loaded_full=loaded_full,
             updates=self.changes,
             version=version,
+            reading=False,
         )
 
     def _change(self, facts: ModelFacts) -> None:
         self.facts = facts
-        self.withdrawn = False
+        self.withdrawn = self.unreadable = False
         self._submit(ChangeModel(facts))
 
 
 def _forms(parts: Sequence[CheckpointFiles]) -> list[bytes]:
-    """The forms of all tensors."""
-    return [part.weights.forms for part in parts if part.weights is not None]
+    """The forms of all tensors.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a safetensors file is none.
+    """
+    for part in parts:
+        part.forms = part.forms or tensor_forms(part.files)
+    return [part.forms for part in parts]

@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from pd_connector.agent.agent_thread import AgentThread
 from pd_connector.agent.commands import (
     ChangeModel,
@@ -33,7 +31,7 @@ from pd_connector.agent.pending_outcomes import Outcome, PendingOutcomes
 from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import Shard
-from pd_connector.kv.model import ModelFacts
+from pd_connector.kv.model import ModelFacts, knowing
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import model_root
@@ -234,7 +232,7 @@ class Agent:
             if isinstance(command, ChangeModel):
                 self._facts = command.facts  # also of an agent that is started again
             if isinstance(command, KnowWeights):
-                self._facts = msgspec.structs.replace(self._facts, weights_full=command.full)
+                self._facts = knowing(self._facts, command.weights, command.draft)
             self._pending_outcomes.expect(command)
             self._commands.put(command, fence)
 
@@ -261,6 +259,11 @@ class Agent:
         """
         self._thread.abandon_if_hung()
         return self._pending_outcomes.drain()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What peers are told of the model, as it was submitted last."""
+        return self._facts
 
     @property
     def pool_model(self) -> bytes:

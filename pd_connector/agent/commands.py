@@ -80,10 +80,18 @@ class ChangeModel(NamedTuple):
     facts: ModelFacts
 
 
-class KnowWeights(NamedTuple):
-    """All bytes of the served weights were read. `full` is their fingerprint."""
+class ReadWeights(NamedTuple):
+    """How much of the files of the weights has been read now, in bytes."""
 
-    full: bytes
+    read_bytes: int
+    nbytes: int  # of all files
+
+
+class KnowWeights(NamedTuple):
+    """All bytes of the weights that the engine serves have been read now: their fingerprint, and the draft model's."""
+
+    weights: bytes
+    draft: bytes
 
 
 Command = (
@@ -97,6 +105,7 @@ Command = (
     | Drop
     | Distrust
     | ChangeModel
+    | ReadWeights
     | KnowWeights
     | Save
     | Fill

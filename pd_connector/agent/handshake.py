@@ -13,7 +13,13 @@ from pd_connector.errors import (
     UnsupportedGeometryError,
 )
 from pd_connector.kv.geometry import Geometry, has_drafts, without_drafts
-from pd_connector.kv.model import ModelFacts, draft_problem, drafts_alike, model_problem
+from pd_connector.kv.model import (
+    ModelFacts,
+    draft_problem,
+    drafts_alike,
+    model_problem,
+    unread_problem,
+)
 from pd_connector.plan.coverage import lacking
 from pd_connector.plan.route import Route, routes
 from pd_connector.plan.rules import RULES
@@ -30,15 +36,6 @@ class RankIdentity(NamedTuple):
     facts: ModelFacts
     tells: tuple[str, ...] = ()  # what it sends besides KV (`final_token`)
     needs: tuple[str, ...] = ()  # what it must get besides KV
-
-    @property
-    def weights_full(self) -> bytes:
-        """Fingerprint of all bytes of the weights; empty until they were read."""
-        return self.facts.weights_full
-
-    def knowing(self, full: bytes) -> "RankIdentity":
-        """The same rank, after all bytes of its weights were read."""
-        return self._replace(facts=msgspec.structs.replace(self.facts, weights_full=full))
 
 
 class RefusedError(PDConnectorError):
@@ -162,7 +159,9 @@ def _schemas(geometry: Geometry) -> str:
 
 
 def _check_model(producer: ModelFacts, consumer: ModelFacts, destination: Geometry) -> None:
-    """Raises RefusedError unless both serve the same model, with the same draft model if `destination` has draft layers."""
+    """Raises RefusedError unless both serve the same model, and all layers of `destination` get their KV."""
+    if problem := unread_problem(producer, consumer):
+        raise RefusedError(Cause.UNREAD, problem)
     if problem := model_problem(producer, consumer):
         raise RefusedError(Cause.MODEL, problem)
     if has_drafts(destination) and (problem := draft_problem(producer, consumer)):

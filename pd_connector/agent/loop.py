@@ -20,6 +20,7 @@ from pd_connector.agent.commands import (
     Expect,
     Hold,
     KnowWeights,
+    ReadWeights,
     Revoke,
     Withdraw,
 )
@@ -39,6 +40,7 @@ from pd_connector.control.keys import CurveKeys, Gatekeeper
 from pd_connector.errors import TransportError
 from pd_connector.kv.coding import RAW
 from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import knowing
 from pd_connector.memory.buffers import Buffers
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.codecs import pool_codecs
@@ -216,6 +218,7 @@ class Loop:
         if not produces:  # no peer dials it
             config = msgspec.structs.replace(config, data_port=0)
         self._config = config
+        self._facts = identity.facts
         self._cache = cache
         self._commands = commands
         self._telemetry = telemetry
@@ -392,19 +395,23 @@ class Loop:
             case Distrust() if consumer_side:
                 consumer_side.distrust(command)
             case ChangeModel(facts):
+                self._facts = facts
                 if producer_side:
                     producer_side.change_model(facts, now)
                 if consumer_side:
                     consumer_side.change_model(facts, now)
                 if self.pool_side:
                     self.pool_side.change_model(facts)
-            case KnowWeights(full):
+            case ReadWeights(read_bytes, nbytes):
+                self._telemetry.gauge(weights_read_bytes=read_bytes, weights_bytes=nbytes)
+            case KnowWeights(weights, draft):
+                facts = self._facts = knowing(self._facts, weights, draft)
                 if producer_side:
-                    producer_side.know_weights(full)
+                    producer_side.know_weights(facts)
                 if consumer_side:
-                    consumer_side.know_weights(full)
+                    consumer_side.know_weights(facts)
                 if self.pool_side:
-                    self.pool_side.know_weights(full)
+                    self.pool_side.know_weights(facts)
 
     def _update_gauges(self) -> None:
         for side in (self.producer_side, self.consumer_side):

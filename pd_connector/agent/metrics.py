@@ -83,6 +83,8 @@ GAUGES = {
     "consumer_sessions": "Sessions with consumers (producer).",
     "producer_sessions": "Sessions with producers (consumer).",
     "distrusted_producers": "Ranks of producers whose KV an audit found wrong (consumer).",
+    "weights_bytes": "Bytes of the files that the weights were loaded from, as each rank counts them. No KV passes before all of them are read.",
+    "weights_read_bytes": "How many of them are read.",
     FAILING_GAUGE: "Ranks that have asked for KV for a minute and more, and none has arrived (consumer).",
 }
 UNDER_WAY = ("landing_slots", "send_slots", "incoming_transfers", "outgoing_transfers")

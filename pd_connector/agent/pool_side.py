@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.pool_loads import ChunkLoads
@@ -86,9 +84,9 @@ class PoolSide:
         self._facts = facts
         self._trust.forget()
 
-    def know_weights(self, full: bytes) -> None:
-        """All bytes of the engine's weights were read."""
-        self._facts = msgspec.structs.replace(self._facts, weights_full=full)
+    def know_weights(self, facts: ModelFacts) -> None:
+        """All bytes of the engine's weights have been read now."""
+        self._facts = facts
 
     def execute(self, command: Save | Fill, fence: Any) -> None:
         """Begin a save or a load."""

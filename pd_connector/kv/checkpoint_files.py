@@ -11,12 +11,12 @@ and after: a link that was switched to another file and back has another time of
 import io
 import json
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from errno import ELOOP
 from pathlib import Path
 from stat import S_ISLNK
-from typing import BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 _KINDS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """In this order: a folder that has files of several kinds is loaded from the first."""
@@ -49,23 +49,34 @@ class FileState(NamedTuple):
 class OpenFile:
     """A file of weights. Any number of threads may read it.
 
+    Args:
+        descriptor: of the file that another process has opened and handed on; None: it is opened here. Only the process
+            that opened it knows whether it was `renamed`.
+
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("rb", buffering=0)
-        self._links = links(path)
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        self.path = path
+        if descriptor is None:
+            self._file, self._links = io.FileIO(path), links(path)
+        else:
+            self._file, self._links = io.FileIO(descriptor), {}
         self._state = self._state_now()
 
     @property
+    def descriptor(self) -> int:
+        """The open file's number in this process."""
+        return self._file.fileno()
+
+    @property
     def name(self) -> str:
-        return self._path.name
+        return self.path.name
 
     @property
     def suffix(self) -> str:
-        return self._path.suffix
+        return self.path.suffix
 
     @property
     def size(self) -> int:
@@ -73,7 +84,11 @@ class OpenFile:
 
     def read(self, nbytes: int, place: int) -> bytes:
         """At most `nbytes` bytes, from the offset `place` on."""
-        return os.pread(self._file.fileno(), nbytes, place)
+        return os.pread(self.descriptor, nbytes, place)
+
+    def read_into(self, buffer: memoryview, place: int) -> int:
+        """Fill a buffer from the offset `place` on, as far as the file goes. Returns the number of bytes."""
+        return os.preadv(self.descriptor, [buffer], place)
 
     def stream(self) -> BinaryIO:
         """The file from its start, with a position of its own."""
@@ -93,10 +108,15 @@ class OpenFile:
     def renamed(self) -> bool:
         """Whether its name leads to another file by now, or to none, or has led to another meanwhile."""
         try:
-            same = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
-            return not same or links(self._path) != self._links
+            same = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
+            return not same or links(self.path) != self._links
         except OSError:
             return True
+
+    def same(self, other: "OpenFile") -> bool:
+        """Whether both were opened by the same name, and it led to the same file by the same links, in the same state."""
+        mine, theirs = ((one.path, one._state, one._links) for one in (self, other))
+        return mine == theirs
 
     def close(self) -> None:
         self._file.close()
@@ -127,32 +147,23 @@ class _Stream(io.RawIOBase):
         return self._place
 
 
-class Weights(NamedTuple):
-    """Fingerprints of a checkpoint.
-
-    Attributes:
-        sampled: of samples of its bytes, which see parts of fused tensors.
-        forms: of names, dtypes and shapes of its tensors.
-        full: of all bytes; empty where only samples were read.
-    """
-
-    sampled: bytes
-    forms: bytes = b""
-    full: bytes = b""
-
-
 class CheckpointFiles:
     """The files of one checkpoint, which an engine loads now.
 
     Attributes:
-        weights: what was found in them (`kv.weights.read_weights`); stays when they are closed.
+        weights: fingerprint of all their bytes (`kv.weights.fingerprint`); empty until they were read.
+        forms: fingerprint of its tensors' names, dtypes and shapes (`kv.weights.tensor_forms`), once somebody asked.
         problem: why they are not known to be what the engine has loaded; empty if they are.
+        nbytes: size of all files when they were opened.
+        reader: reads them (`agent.weights_reader.reading`); None before that has begun.
     """
 
     def __init__(self, files: Sequence[OpenFile]) -> None:
         self.files = tuple(files)
         self.problem = ""
-        self.weights: Weights | None = None
+        self.weights = self.forms = b""
+        self.reader: Any = None
+        self.nbytes = sum(file.size for file in files)
 
     @classmethod
     def open(cls, path: Path, load_format: str = "auto") -> "CheckpointFiles | None":
@@ -187,37 +198,15 @@ class CheckpointFiles:
             if file.changed and not self.problem:
                 self.problem = f"{file.name} was written to since it was loaded"
 
+    def same(self, other: "CheckpointFiles") -> bool:
+        """Whether these are the same open files, see `OpenFile.same`."""
+        return len(self.files) == len(other.files) and all(
+            mine.same(theirs) for mine, theirs in zip(self.files, other.files, strict=True)
+        )
+
     def close(self) -> None:
         for file in self.files:
             file.close()
-
-
-class LoadedFiles:
-    """Checkpoints that an engine has loaded in this process.
-
-    Attributes:
-        files: by what the engine was told of them, each as its last load found it.
-    """
-
-    def __init__(self) -> None:
-        self.files: dict[Hashable, CheckpointFiles] = {}
-        self._under_way: list[CheckpointFiles] = []
-
-    def begin(self, place: Hashable, files: CheckpointFiles | None) -> None:
-        """The engine is about to read these files."""
-        before = self.files.get(place)
-        if before in self._under_way:  # looked at again, shortly before it is read
-            self._under_way.remove(before)
-            before.close()
-        if files is not None:
-            self.files[place] = files
-            self._under_way.append(files)
-
-    def end(self) -> None:
-        """The engine has read everything that it began to read."""
-        for files in self._under_way:
-            files.loaded()
-        self._under_way.clear()
 
 
 def links(path: Path) -> dict[Path, FileState]:

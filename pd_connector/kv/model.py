@@ -14,10 +14,6 @@ from pd_connector.kv.geometry import DRAFT_LAYERS, Layers
 from pd_connector.kv.model_config import FINGERPRINT_BYTES, Fields, fields_unlike, printable
 from pd_connector.kv.rotation import Rotation
 
-_ON_DISK = ("weights_full", "weights")
-_LOADED = ("loaded_full", "loaded")
-"""Fingerprints of weights. The first that both engines have decides."""
-
 _Print = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -46,11 +42,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         config: of the model's config, the dtype it computes in, and its quantisation.
-        weights: of samples of every tensor on disk.
-        weights_full: of all bytes on disk. An engine knows them some time after it has started.
-        loaded: of samples of every parameter in memory. Ranks can be compared by it if they hold
-            the same part of the model.
-        loaded_full: of all bytes of every parameter in memory, where files do not say what these are.
+        weights: of all bytes on disk.
+        loaded: of all bytes of every parameter in memory, where files do not say what these are. Ranks can be compared
+            by it if they hold the same part of the model.
         held: which part that is.
         model_id: what the operator calls the model (config key `model_id`).
         updates: how often the weights were found to have changed since the engine started.
@@ -59,21 +53,34 @@ class ModelFacts(msgspec.Struct, frozen=True):
         layers: what the layers do.
         source: where the engine was told to load the model from. For messages only.
         fields: the fields of `config` with their values. For messages only.
+        reading: `weights` or `draft` will be known once all of their bytes were read. Until then no KV passes.
+        samples: what a version tells in place of `weights` that compares samples until it has read all bytes. Never
+            believed. On the wire that version has the names `weights` and `loaded` for samples.
     """
 
     config: _Print
-    weights: _Print = b""
-    weights_full: _Print = b""
-    loaded: _Print = b""
+    weights: _Print = msgspec.field(default=b"", name="weights_full")
+    loaded: _Print = msgspec.field(default=b"", name="loaded_full")
     held: _Name = ""
     model_id: _Name = ""
     updates: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
     version: _Name = ""
     draft: _Print = b""
     layers: Annotated[tuple[LayerFacts, ...], msgspec.Meta(max_length=4096)] = ()
-    loaded_full: _Print = b""
     source: _Name = ""
     fields: Fields = ()
+    reading: bool = False
+    samples: _Print = msgspec.field(default=b"", name="weights")
+
+
+def knowing(facts: ModelFacts, weights: bytes, draft: bytes) -> ModelFacts:
+    """The same model, since all bytes of its weights and of its draft model were read."""
+    return msgspec.structs.replace(facts, weights=weights, draft=draft, reading=False)
+
+
+def draft_fingerprint(config: bytes, weights: bytes) -> bytes:
+    """Fingerprint of a draft model, from those of its config and of its weights."""
+    return hashlib.blake2b(config + weights, digest_size=FINGERPRINT_BYTES).digest()
 
 
 def rotation_fingerprint(rotation: Rotation | str) -> bytes:
@@ -82,6 +89,14 @@ def rotation_fingerprint(rotation: Rotation | str) -> bytes:
     return hashlib.blake2b(
         text.encode(), digest_size=FINGERPRINT_BYTES, person=b"pd-rotation"
     ).digest()
+
+
+def unread_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
+    """Why it is not known yet whether two engines serve the same weights; empty if it is, or will not be."""
+    for side, facts in (("producer", producer), ("consumer", consumer)):
+        if facts.reading or (facts.samples and not facts.weights):
+            return f"the {side} has not read all bytes of its weights yet"
+    return ""
 
 
 def model_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
@@ -107,24 +122,25 @@ def weights_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
         return ""
     same_part = producer.held == consumer.held
     if producer.updates or consumer.updates:
-        decides = next((kind for kind in _LOADED if _both(producer, consumer, kind)), "")
-        if same_part and decides and getattr(producer, decides) == getattr(consumer, decides):
+        if same_part and producer.loaded and producer.loaded == consumer.loaded:
             return ""
         return (
             f"weights have changed while the engines served ({producer.updates} times at the "
             f"producer, {consumer.updates} at the consumer), and are not known to be the same now: "
             "tell both engines the version of their weights (docs/configuration.md, weights that change)"
         )
-    for kind in (*_ON_DISK, *(_LOADED if same_part else ())):
-        if not _both(producer, consumer, kind):
+    both = [(producer.weights, consumer.weights)]
+    if same_part:
+        both.append((producer.loaded, consumer.loaded))
+    for ours, theirs in both:
+        if not ours or not theirs:
             continue
-        ours, theirs = getattr(producer, kind), getattr(consumer, kind)
         if ours == theirs:
             return ""
-        name = "all bytes" if kind.endswith("_full") else "samples"
         return (
             f"weights differ{_sources(producer, consumer)}: both engines must serve the same weights "
-            f"(fingerprint of {name}: {_hex(ours)} at the producer, {_hex(theirs)} at the consumer)"
+            f"(fingerprint of all bytes: {_hex(ours)} at the producer, {_hex(theirs)} at the consumer)"
+            f"{_older(producer, consumer)}"
         )
     if producer.model_id and producer.model_id == consumer.model_id:
         return ""
@@ -159,8 +175,17 @@ def _sources(producer: ModelFacts, consumer: ModelFacts) -> str:
     return printable(f" (the producer serves {ours}, the consumer {theirs})")
 
 
-def _both(producer: ModelFacts, consumer: ModelFacts, kind: str) -> bool:
-    return bool(getattr(producer, kind) and getattr(consumer, kind))
+def _older(producer: ModelFacts, consumer: ModelFacts) -> str:
+    """Whether the difference may be one of versions."""
+    older = [
+        side for side, facts in (("producer", producer), ("consumer", consumer)) if facts.samples
+    ]
+    if len(older) != 1:
+        return ""
+    return (
+        f"; or only their fingerprints differ: the {older[0]}'s pd-connector is older, and reads torch's archives, GGUF files "
+        "and draft models in another way: upgrade it"
+    )
 
 
 def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:
@@ -181,20 +206,19 @@ def draft_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
     has = "another draft model" if producer.draft else "no draft model"
     return (
         f"the consumer drafts (--speculative-config) and the producer has {has}: its KV would end the acceptance of drafts; "
-        "start both engines with the same --speculative-config"
+        f"start both engines with the same --speculative-config{_older(producer, consumer)}"
     )
 
 
 def model_digest(facts: ModelFacts) -> bytes:
-    """Digest of everything that a rank says of its model when it starts. What it finds out later of the same
-    weights does not make another model of it."""
-    text = msgspec.json.encode(msgspec.structs.replace(spoken(facts), weights_full=b""))
+    """Digest of everything that a rank says of its model."""
+    text = msgspec.json.encode(spoken(facts))
     return hashlib.blake2b(text, digest_size=FINGERPRINT_BYTES, person=b"pd-facts").digest()
 
 
 def described(facts: ModelFacts) -> str:
     """A model in a few words, by its source and fingerprints, for messages."""
-    known = facts.weights_full or facts.weights or facts.loaded
+    known = facts.weights or facts.loaded
     named = f" model_id {facts.model_id!r}" if facts.model_id else ""
     version = f" version {facts.version!r}" if facts.version else ""
     source = f"{printable(facts.source)} " if facts.source else ""

@@ -1,67 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of a checkpoint's weights on disk. They depend on the tensors only: not on paths, file
-names, or how the tensors are spread over files.
+"""The fingerprint of a checkpoint's weights: of all bytes, and of nothing else.
 
-| file | sampled | full |
-|---|---|---|
-| safetensors | name, dtype and shape of every tensor, and bytes of every tensor | all bytes of every tensor |
-| `.bin`, `.pt`, `.pth` (zip archives of torch) | name, size and CRC-32 of every entry, as the archive has them, and bytes of every entry | all bytes of every entry |
-| GGUF | name, type and shape of every tensor, and bytes of every tensor | all bytes of every tensor |
-| others | size, and 4,096 samples of each file | all bytes |
+| file | what counts |
+|---|---|
+| safetensors | name, dtype, shape and all bytes of every tensor; not its order, nor how the tensors are spread over files |
+| `.bin`, `.pt`, `.pth`, GGUF | all bytes of every file |
+
+XXH3 reads several GB/s on one core; Python's lock is free meanwhile.
 """
 
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
-from pd_connector.kv.checkpoint_files import CheckpointFiles, OpenFile, Weights
-from pd_connector.kv.weight_samples import (
-    FINGERPRINT_BYTES,
-    MODULUS,
-    digest,
-    sampled,
-    spans,
-    total,
-)
+from pd_connector.kv.checkpoint_files import OpenFile
+from pd_connector.kv.tensor_files import safetensors
 
 logger = logging.getLogger("pd_connector.kv.weights")
 
+FINGERPRINT_BYTES = 16
+_MODULUS = 1 << (8 * FINGERPRINT_BYTES)
 _READ_BYTES = 8 << 20
+_PIECE_BYTES = 256 << 20
+"""A file without a list of its tensors is read in pieces of this size, by several threads."""
+_MOST_THREADS = 16
+"""More threads read no faster: these read more bytes a second than a processor's memory gives."""
 _CACHE = "pd-connector/weights.json"
 _ALL_READ = "each rank reads all of the weights, at each start"
-_HASH = "xxh3"
-"""Named in the cache, so that what another hash has found is not taken for this one's."""
+_SAFETENSORS = ".safetensors"
 
 
-def read_weights(
-    parts: Sequence[CheckpointFiles], *, full: bool = False, cache: Path | None = None
-) -> Weights:
-    """Fingerprint the weights of a model that is loaded from these checkpoints, in this order. What was read once
-    is not read again.
+class _Part(NamedTuple):
+    """A part of a file that counts by itself: what it is, and its bytes [start, stop)."""
+
+    head: bytes
+    start: int
+    stop: int
+
+
+def fingerprint(
+    files: Sequence[OpenFile],
+    cache: Path | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> bytes:
+    """Fingerprint of all bytes of a checkpoint's files, `FINGERPRINT_BYTES` bytes. Uses all cores of the calling thread.
 
     Args:
-        full: read all bytes, and not only samples.
-        cache: see `full_fingerprint`.
+        cache: file that keeps fingerprints of whole files by device, inode, size and time of change, so that
+            they are read once; made if it is not there. Where it cannot be written, one in the folder for temporary
+            files takes its place.
+        progress: called from any thread, with the number of bytes that are known since it was called last.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is not what its name says.
+        ValueError: a safetensors file is none.
     """
-    for part in parts:
-        known = part.weights or sampled(part.files)
-        if full and not known.full:
-            known = known._replace(full=full_fingerprint(part.files, cache))
-        part.weights = known
-    return _together([part.weights for part in parts if part.weights is not None])
+    known = _read_cache(cache)
+    sums: list[int] = []
+    for file in files:
+        key = _key(file)
+        if key not in known:
+            # The ranks of an engine begin at the same time: one of them reads, the others wait.
+            place = usable(cache)
+            with _locked(place):
+                known |= _read_cache(place)
+                if key not in known:
+                    logger.info("reading all of %s", file.name)
+                    sums.append(_sum(file, progress))
+                    known[key] = sums[-1]
+                    if not file.changed:
+                        _write_cache(place, known)
+                    continue
+        progress(file.size)
+        sums.append(known[key])
+    return _bytes(sum(sums))
+
+
+def known_fingerprint(files: Sequence[OpenFile], cache: Path | None) -> bytes:
+    """The same, if all files were read before; empty if not."""
+    known = _read_cache(cache)
+    keys = [_key(file) for file in files]
+    return _bytes(sum(known[key] for key in keys)) if known.keys() >= set(keys) else b""
+
+
+def combined(prints: Sequence[bytes]) -> bytes:
+    """The fingerprint of a model that is loaded from several checkpoints, in this order. Empty if one is."""
+    if not all(prints):
+        return b""
+    return prints[0] if len(prints) == 1 else _bytes(_digest(*prints))
+
+
+def tensor_forms(files: Iterable[OpenFile]) -> bytes:
+    """Fingerprint of names, dtypes and shapes of all tensors; empty where a file does not list its tensors.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a safetensors file is none.
+    """
+    found = 0
+    for file in files:
+        if file.suffix != _SAFETENSORS:
+            return b""
+        found += sum(_digest(tensor.head) for tensor in safetensors(file))
+    return _bytes(found)
 
 
 def cache_file() -> Path | None:
@@ -73,7 +126,7 @@ def cache_file() -> Path | None:
     return Path(home) / _CACHE
 
 
-def _usable(cache: Path | None) -> Path | None:
+def usable(cache: Path | None) -> Path | None:
     """This cache if its folder can be written, else the one in the folder for temporary files."""
     if cache is None:
         return None
@@ -112,57 +165,57 @@ def _complain(place: str, why: str, then: str) -> None:
     )
 
 
-def _together(parts: Sequence[Weights]) -> Weights:
-    """The fingerprints of a model that is loaded from several checkpoints, in this order."""
-    if len(parts) == 1:
-        return parts[0]
-    kinds = zip(*parts, strict=True)
-    return Weights(*(_digest_of(prints) if all(prints) else b"" for prints in kinds))
+def _key(file: OpenFile) -> str:
+    """What the cache calls a file. The hash and the kind of file are in it: other ones find other sums."""
+    return f"{'xxh3' if file.suffix == _SAFETENSORS else 'xxh3-pieces'}:{file.key}"
 
 
-def _digest_of(prints: Iterable[bytes]) -> bytes:
-    return digest(*prints).to_bytes(FINGERPRINT_BYTES, "little")
-
-
-def full_fingerprint(
-    files: Sequence[OpenFile],
-    cache: Path | None = None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> bytes:
-    """Fingerprint of all bytes of every tensor. XXH3 reads several GB/s on one core; Python's lock is free
-    meanwhile.
-
-    Args:
-        cache: file that keeps fingerprints of whole files by device, inode, size and time of change, so that
-            they are read once; made if it is not there. Where it cannot be written, one in the folder for temporary
-            files takes its place.
-        stopped: asked often; nothing is found once it says so.
-
-    Returns:
-        Empty if it was stopped.
+def _parts(file: OpenFile) -> list[_Part]:
+    """The parts of a file. Notes in a safetensors header are of no tensor, and do not count.
 
     Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is not what its name says.
+        OSError: the file cannot be read.
+        ValueError: a safetensors file is none.
     """
-    known = _read_cache(cache)
-    parts: list[int] = []
-    for file in files:
-        key = f"{_HASH}:{file.key}"
-        if key not in known:
-            # The ranks of an engine begin at the same time: one of them hashes, the others wait.
-            place = _usable(cache)
-            with _locked(place):
-                known |= _read_cache(place)
-                if key not in known:
-                    logger.info("hashing all of %s", file.name)
-                    known[key] = sum(_whole(file, stopped)) % MODULUS
-                    if stopped():
-                        return b""
-                    if not file.changed:
-                        _write_cache(place, known)
-        parts.append(known[key])
-    return total(parts)
+    if file.suffix == _SAFETENSORS:
+        return [_Part(each.head, each.start, each.stop) for each in safetensors(file)]
+    size = file.size
+    starts = range(0, max(1, size), _PIECE_BYTES)
+    return [
+        _Part(f"{start}\0{size}".encode(), start, min(size, start + _PIECE_BYTES))
+        for start in starts
+    ]
+
+
+def _sum(file: OpenFile, progress: Callable[[int], None]) -> int:
+    """The sum of the digests of a file's parts, which several threads read."""
+
+    def read(part: _Part) -> int:
+        found = xxhash.xxh3_128()
+        buffer = memoryview(bytearray(min(_READ_BYTES, part.stop - part.start)))
+        for place in range(part.start, part.stop, _READ_BYTES):
+            wanted = buffer[: part.stop - place]
+            if file.read_into(wanted, place) != len(wanted):
+                raise OSError(f"{file.name} was cut off while it was read")
+            found.update(wanted)
+            progress(len(wanted))
+        return _digest(part.head, found.digest())
+
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, "pd-weights") as readers:
+        return sum(readers.map(read, _parts(file))) % _MODULUS
+
+
+def _digest(*parts: bytes) -> int:
+    """A number for bytes of a checkpoint."""
+    found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-weights")
+    for part in parts:
+        found.update(part)
+    return int.from_bytes(found.digest(), "little")
+
+
+def _bytes(number: int) -> bytes:
+    return (number % _MODULUS).to_bytes(FINGERPRINT_BYTES, "little")
 
 
 @contextmanager
@@ -176,18 +229,6 @@ def _locked(cache: Path | None) -> Iterator[None]:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _whole(file: OpenFile, stopped: Callable[[], bool]) -> Iterator[int]:
-    """A number for each part of a file. What is not of a tensor does not count: an archive's own name, notes
-    in a header."""
-    for head, start, stop in spans(file):
-        found = xxhash.xxh3_128()
-        for place in range(start, stop, _READ_BYTES):
-            if stopped():
-                return
-            found.update(file.read(min(_READ_BYTES, stop - place), place))
-        yield digest(head, found.digest())
 
 
 def _read_cache(cache: Path | None) -> dict[str, int]:

@@ -109,7 +109,7 @@ def _state_distances(
     assert section is not None
     if section.dtype not in DTYPES or min(pages, default=-1) < 0:
         return []
-    found: list[Distance] = []
+    distances: list[Distance] = []
     where = route.destination, route.destination_head, route, chunk, pages
     for layer, bits, part in state_parts(layers.states, *where):
         dtype = DTYPES[section.dtype]
@@ -123,7 +123,7 @@ def _state_distances(
             floored = own.clamp(min=_FLOOR * float(own.mean()))
             units = zip(apart.tolist(), floored.tolist(), strict=True)
             worst = max(relative(a, o) for a, o in units)
-        found.append(
+        distances.append(
             Distance(
                 layer=layer,
                 part=Part.KEY,
@@ -137,7 +137,7 @@ def _state_distances(
                 section=section.name,
             )
         )
-    return found
+    return distances
 
 
 def _tokens(route: Route, chunk: Chunk) -> Index:

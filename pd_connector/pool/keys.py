@@ -38,20 +38,19 @@ class Input(NamedTuple):
 
 
 def model_root(facts: ModelFacts) -> bytes | None:
-    """The model's part of all keys; None if its weights are not known in full, so that nothing may be read or written.
-
-    Samples of weights do not suffice: they are a promise to compare the whole later, and a chunk may be read much
-    later. Weights that have changed are known by their `version` only.
-    """
+    """The model's part of all keys; None if its weights are not known, or not yet, so that nothing may be read or written.
+    Weights that have changed are known by their `version` only."""
     weights: tuple[str, ...]
+    if facts.reading:
+        return None
     if facts.version:
         weights = ("version", facts.version)
     elif facts.updates:
         return None
-    elif facts.weights_full:
-        weights = ("disk", facts.weights_full.hex())
-    elif facts.loaded_full:
-        weights = ("loaded", facts.loaded_full.hex(), facts.held)
+    elif facts.weights:
+        weights = ("disk", facts.weights.hex())
+    elif facts.loaded:
+        weights = ("loaded", facts.loaded.hex(), facts.held)
     else:
         return None
     return _digest(b"pd-pool-model", facts.config.hex(), facts.model_id, *weights)

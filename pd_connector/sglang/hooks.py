@@ -6,10 +6,9 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pd_connector.sglang.settings import BACKEND
+
 logger = logging.getLogger("pd_connector.sglang")
-
-
-BACKEND = "pd_connector"
 
 
 _DISAGGREGATION = "sglang.srt.disaggregation"
@@ -66,8 +65,6 @@ def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **opt
     if not _is_ours(queue) or req.bootstrap_host == FAKE_BOOTSTRAP_HOST or back_again:
         return original(queue, req, *args, **options)
     manager = queue.kv_manager
-    if manager.namespace is not None:
-        manager.namespace.enter(req)
     rank = manager.rank
     unnamed = rank.admission.room_problem(req)
     if is_unadmitted_reject(req):  # SGLang refused it, and says why

@@ -28,21 +28,26 @@ from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
-from pd_connector.sglang.model import kv_heads, kv_scales, loaded_files, model_facts
+from pd_connector.sglang.model import (
+    kv_heads,
+    kv_scales,
+    loaded_files,
+    loaded_weights,
+    model_facts,
+)
 from pd_connector.sglang.prefill_engines import LookupResult, PrefillEngines, look_up_often
 from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registry import global_rank, register
 from pd_connector.sglang.settings import load_config
-from pd_connector.sglang.stale import CacheNamespace
 from pd_connector.sglang.streaming import Streaming
 from pd_connector.sglang.support import check_supported
-from pd_connector.sglang.weights import WeightsWatch
+from pd_connector.sglang.weights import SGLangWeights
 
 logger = logging.getLogger("pd_connector.sglang")
 
 _WEIGHTS = "_pd_connector_weights"
-"""The scheduler's attribute that keeps the `WeightsWatch` while the engine changes its side."""
+"""The scheduler's attribute that keeps the `SGLangWeights` while the engine changes its side."""
 
 
 class Manager(BaseKVManager):
@@ -58,10 +63,8 @@ class Manager(BaseKVManager):
 
     rank: Rank
     agent: Agent
-    weights: WeightsWatch
+    weights: SGLangWeights
     supports_role_switch = True  # SGLang asks before `/pd_role_switch`
-    namespace: CacheNamespace | None = None
-    """The namespace in a decode engine's radix cache; None if it has none."""
 
     def __init__(
         self,
@@ -160,19 +163,16 @@ class Manager(BaseKVManager):
         admission.page_size = queue.token_to_kv_pool.page_size
         most = queue.max_total_num_tokens - queue.num_reserved_decode_tokens
         admission.most_prompt_tokens = most
-        if self._server_args.disaggregation_decode_enable_radix_cache:
-            group = queue.gloo_group if self._ranks > 1 else None
-            self.namespace = CacheNamespace(self.agent.telemetry.gauges, group)
 
     def _start_agent(self, cache: PagedCache, parallel: Any) -> None:
         """Start this rank's agent, and introduce the other ranks that hold parts of the model."""
         shard = cache.geometry.shard
         ranks = EngineRanks(parallel, shard)
         engine_id = ranks.engine_id
-        watch: WeightsWatch | None = getattr(self._scheduler, _WEIGHTS, None)
+        watch: SGLangWeights | None = getattr(self._scheduler, _WEIGHTS, None)
         if watch is None:
-            files = loaded_files(self._scheduler)
-            facts = model_facts(self._scheduler, self._config, shard, files)
+            loaded, files = loaded_weights(self._scheduler), loaded_files(self._scheduler)
+            facts = model_facts(self._scheduler, self._config, shard, loaded, files)
         else:
             facts = watch.facts
         self.agent = Agent(
@@ -187,7 +187,7 @@ class Manager(BaseKVManager):
             needs=() if self._produces else (FIRST_TOKEN,),
         )
         if watch is None:
-            watch = WeightsWatch(self._scheduler, facts, files, self.agent.submit)
+            watch = SGLangWeights(self._scheduler, facts, loaded, files, self.agent.submit)
             setattr(self._scheduler, _WEIGHTS, watch)
         else:
             watch.tell_to(self.agent.submit)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from pd_connector.agent.weight_loads import WeightLoads
 from pd_connector.config import Config
 from pd_connector.kv.checkpoint import ConfigFiles, read_config
-from pd_connector.kv.checkpoint_files import CheckpointFiles, LoadedFiles, Weights
+from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.heads import named_heads
 from pd_connector.kv.model import (
@@ -23,8 +24,8 @@ from pd_connector.kv.model import (
 )
 from pd_connector.kv.model_config import printable, served_config
 from pd_connector.kv.rotation_table import Made, rotation_text
-from pd_connector.kv.weights import cache_file, read_weights
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
+from pd_connector.sglang.settings import BACKEND
 
 logger = logging.getLogger("pd_connector.sglang")
 
@@ -42,7 +43,7 @@ _READ_FROM_DISK = frozenset(
 """Load formats with which SGLang reads the files in the model's folder."""
 
 
-LOADS = LoadedFiles()
+LOADS = WeightLoads()
 """Checkpoints that SGLang has loaded in this process, by path and revision."""
 
 CONFIGS: dict[tuple[str, str | None], dict[str, Any] | str | None] = {}
@@ -51,29 +52,27 @@ no `config.json`."""
 
 
 def model_facts(
-    scheduler: Any, config: Config, shard: Shard, files: CheckpointFiles | None
+    scheduler: Any, config: Config, shard: Shard, loaded: Loaded, files: CheckpointFiles | None
 ) -> ModelFacts:
-    """Everything about this rank's model that peers compare.
+    """Everything about this rank's model that peers compare, as far as it is known before files were read.
 
     Args:
         scheduler: SGLang's, with its model loaded.
         shard: the part of the model that this rank holds.
+        loaded: samples of its parameters in memory (`loaded_weights`).
         files: the files that the model was loaded from (`loaded_files`).
     """
     model = scheduler.model_config
     folder = _folder(model.model_path, model.revision)
-    weights = _weights(files, full=config.weights == "full")
-    if weights is None:
+    if files is None:
         logger.warning(
             "weights of %s are not files on this disk: parameters in memory are compared between SGLang's "
             "ranks that hold the same part of the model; other sessions need the same model_id on both "
             "sides (config key model_id)",
             model.model_path,
         )
-        weights = Weights(b"")
     served = _config(scheduler, folder)
-    loaded = loaded_weights(scheduler)
-    in_memory = bool(loaded.sampled and not weights.sampled)
+    in_memory = bool(loaded.sampled and files is None)
     module = scheduler.tp_worker.model_runner.model
     compared = served_config(
         served,
@@ -82,15 +81,13 @@ def model_facts(
     )
     return ModelFacts(
         config=compared.fingerprint,
-        weights=weights.sampled,
-        weights_full=weights.full,
-        loaded=loaded.sampled,
-        loaded_full=loaded_full_fingerprint(module) if in_memory else b"",
+        loaded=loaded_full_fingerprint(module) if in_memory else b"",
         held=f"SGLang's rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
         layers=_layer_facts(scheduler.tp_worker.model_runner.model, shard),
         source=printable(str(model.model_path)[-_MOST_TEXT:]),
         fields=compared.fields,
+        reading=files is not None,
     )
 
 
@@ -198,6 +195,9 @@ def prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: A
 
 def loads(original: Callable[..., Any], runner: Any, *args: Any, **options: Any) -> Any:
     """SGLang loads a model."""
+    told = runner.server_args
+    ours = told.disaggregation_transfer_backend == BACKEND
+    LOADS.reads = ours and told.disaggregation_mode != "null"
     try:
         return original(runner, *args, **options)
     finally:
@@ -223,18 +223,8 @@ def loaded_files(scheduler: Any) -> CheckpointFiles | None:
     return files
 
 
-def _weights(files: CheckpointFiles | None, *, full: bool) -> Weights | None:
-    if files is None:
-        return None
-    try:
-        return read_weights([files], full=full, cache=cache_file())
-    except (OSError, ValueError) as error:
-        logger.warning("weights cannot be hashed: %s", error)
-        return None
-
-
 def loaded_weights(scheduler: Any) -> Loaded:
-    """Fingerprints of the parameters in memory; empty if SGLang moves experts between ranks while it serves."""
+    """Samples of the parameters in memory; empty if SGLang moves experts between ranks while it serves."""
     if getattr(scheduler.server_args, "enable_eplb", False):
         return Loaded()
     return loaded_fingerprint(scheduler.tp_worker.model_runner.model)

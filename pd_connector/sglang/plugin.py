@@ -11,7 +11,8 @@ import pkgutil
 from importlib.metadata import version
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.sglang.hooks import BACKEND, HOOKS, Hook
+from pd_connector.sglang.hooks import HOOKS, Hook
+from pd_connector.sglang.settings import BACKEND
 from pd_connector.versions import SGLANG
 
 logger = logging.getLogger("pd_connector.sglang")

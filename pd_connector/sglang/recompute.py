@@ -42,6 +42,7 @@ REPEATABLE = frozenset(
         Cause.TRANSPORT,
         Cause.UNKNOWN_TRANSFER,
         Cause.UNREACHABLE,
+        Cause.UNREAD,
     }
 )
 """Causes after which a second attempt may succeed. After others it would fail as the first did (another model, for

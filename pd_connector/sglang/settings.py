@@ -7,6 +7,8 @@ from pathlib import Path
 from pd_connector.config import CONFIG_VARIABLE, LOOPBACK, Config
 from pd_connector.errors import ConfigError
 
+BACKEND = "pd_connector"
+"""This backend's name in SGLang's arguments."""
 HOST_VARIABLE = "SGLANG_HOST_IP"
 """SGLang's own variable for the address of this host."""
 

@@ -250,8 +250,8 @@ def find(architectures: Iterable[str]) -> Model | None:
     >>> find(["Qwen3NextForCausalLM"]).names
     'Qwen3-Next'
     """
-    wanted = set(architectures)
-    return next((model for model in MODELS if wanted.intersection(model.architectures)), None)
+    names = set(architectures)
+    return next((model for model in MODELS if names.intersection(model.architectures)), None)
 
 
 def markdown() -> str:
@@ -264,8 +264,8 @@ def markdown() -> str:
 
 
 def _cell(support: Support) -> str:
-    said = ". ".join(filter(None, (support.why, support.remedy)))
-    return f"{support.standing}: {said}" if said else str(support.standing)
+    reason = ". ".join(filter(None, (support.why, support.remedy)))
+    return f"{support.standing}: {reason}" if reason else str(support.standing)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     have ended, the gauges of ranks with a changed gauge, how often ranks' weights have changed (if they have),
     why KV of requests has not come, how far loads from the pool came that broke off, and which model ranks have
     loaded as the pool knows it, if that has changed: empty if not known, None while its weights are read. With it comes
-    their draft model, as names of parts have it.
+    their draft model, as names of parts have it. `facts`: the first rank's model as peers are told it, if
+    that has changed.
     """
 
     ready: frozenset[str] = frozenset()
@@ -110,6 +111,7 @@ class WorkerActivity(KVConnectorWorkerMetadata):
     saved: Mapping[str, int] = field(default_factory=dict)
     models: Mapping[int, bytes | None] = field(default_factory=dict)
     draft: str = ""
+    facts: ModelFacts | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerActivity":
         assert isinstance(other, WorkerActivity)
@@ -125,4 +127,5 @@ class WorkerActivity(KVConnectorWorkerMetadata):
             Counter(self.saved) + Counter(other.saved),
             {**self.models, **other.models},
             self.draft or other.draft,
+            self.facts or other.facts,
         )

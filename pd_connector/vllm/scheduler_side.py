@@ -28,6 +28,7 @@ from pd_connector.vllm.handoff.no_handoff_requests import NoHandoffRequests
 from pd_connector.vllm.handoff.offers import Offers
 from pd_connector.vllm.handoff.uncomputable import Uncomputable
 from pd_connector.vllm.identity.inputs import AmbiguousInputs, RequestIdentity
+from pd_connector.vllm.identity.loaded_model import LoadedModel
 from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.pages.partial import PartialPages
@@ -76,10 +77,11 @@ class SchedulerSide:
         self._fetching = Fetching(config, windows, states, ranks, self.telemetry, *known)
         self._status.add(*self._fetching.rules)
         address = transfer_params.ProducerAddress(engine.engine_id, consumes=engine.consumes)
+        self._model = LoadedModel(ranks, pool=bool(config.pool))
         self.offers = Offers(
-            windows, states, self._status, address, streams=config.overlap != "off"
+            windows, states, self._status, self._model, address, streams=config.overlap != "off"
         )
-        self._parts: list[Part] = [self._fetching, self.offers]
+        self._parts: list[Part] = [self._model, self._fetching, self.offers]
         self.pool: PoolSide | None = None
         if opened := open_pool(config.pool):
             codecs = pool_codecs(config, consumes=engine.consumes)
@@ -94,11 +96,12 @@ class SchedulerSide:
                 self._ignored,
                 self._status,
                 unfilled,
+                self._model,
                 ranks,
                 engine.engine_id,
             )
             # It saves a request's pages before another part keeps them.
-            self._parts.insert(0, self.pool)
+            self._parts.insert(1, self.pool)
         self._commands: list[Command] = []
         self._gauges = RankGauges()
         self._weights_may_change = False
@@ -115,7 +118,8 @@ class SchedulerSide:
     ) -> None:
         """The addresses of the workers, each worker's shard, their ports for data, and the first one's model."""
         address = self.offers.address._replace(peers=peers, data_ports=ports)
-        self.offers.address, self.offers.model = sealed(address, self._config.key), model
+        self.offers.address = sealed(address, self._config.key)
+        self._model.introduce(model)
         if self._config.address_file:
             self.offers.publish(Path(self._config.address_file))
 

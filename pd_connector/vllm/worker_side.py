@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 import vllm
 
+from pd_connector.agent.advertised_model import DraftFiles
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.commands import Command, Computed, Withdraw
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.host import open_pool
 from pd_connector.pool.jobs import Fill, Save, Saved
 from pd_connector.protocol.consuming.incoming import Finished, Held, Load
@@ -22,6 +24,7 @@ from pd_connector.protocol.wire.final_token import FIRST_TOKEN
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache
 from pd_connector.vllm.identity.model import (
+    draft_model,
     identify_caches,
     loaded_files,
     loaded_weights,
@@ -79,6 +82,7 @@ class WorkerSide:
         self._over: list[str] = []  # requests whose pages were kept for a comparison
         self._saved: Counter[str] = Counter()
         self._advertised_model: dict[int, bytes | None] = {}  # as in `WorkerActivity.models`
+        self._told_facts: ModelFacts | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's cache tensors (by layer name) and start the agent.
@@ -98,7 +102,8 @@ class WorkerSide:
         # With states a prompt is computed without its last token, and what is sampled after it is not an answer.
         states = any(group.kind == "state" for group in cache.geometry.groups)
         loaded, files = loaded_weights(self._vllm_config), loaded_files(self._vllm_config)
-        facts = model_facts(self._vllm_config, self._config, caches, shard, loaded, files)
+        draft = draft_model(self._vllm_config, self._config, caches)
+        facts = model_facts(self._vllm_config, self._config, caches, shard, loaded, files, draft)
         self._agent = Agent(
             self._config,
             transfer.engine_id,
@@ -115,8 +120,9 @@ class WorkerSide:
             engine=f"vllm {vllm.__version__}",
         )
         submit = self._agent.submit
-        self._model = ModelWatch(self._vllm_config, facts, loaded, files, submit)
-        self._told_changes = 0
+        read = draft if isinstance(draft, DraftFiles) else None
+        self._model = ModelWatch(self._vllm_config, facts, loaded, files, submit, read)
+        self._told_changes, self._told_facts = 0, facts
         self._address = RankAddress(
             self._agent.host, self._agent.port, shard, self._agent.data_port, facts
         )
@@ -232,6 +238,7 @@ class WorkerSide:
             Counter(self._saved),
             self._model_changed(),
             self._agent.pool_draft if self._agent else "",
+            self._facts_changed(),
         )
         self._saved.clear()
         for told in (self._ready, self._unavailable, self._audits, self._unaudited, self._causes):
@@ -308,6 +315,12 @@ class WorkerSide:
             return {}
         self._advertised_model = model
         return model
+
+    def _facts_changed(self) -> ModelFacts | None:
+        """The model as peers are told it, if this is the first rank and the scheduler has not heard it."""
+        facts = self._agent.facts if self._agent and not self._rank else self._told_facts
+        changed, self._told_facts = facts != self._told_facts, facts
+        return facts if changed else None
 
     def _computed(self, stop_layer: int | None) -> None:
         assert self._agent is not None

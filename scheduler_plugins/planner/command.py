@@ -94,8 +94,13 @@ def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
         stock, requests, promise, per_s=given.per_s or 0.0, each=given.requests // WINDOWS, order=given.order,
         policy=given.policy, say=say,
     )  # fmt: skip
-    name = model.name if model else next(iter(stock.kinds.values())).model
-    return made, name or "MODEL"
+    return made, _served(given.model) or next(iter(stock.kinds.values())).model or "MODEL"
+
+
+def _served(model: str) -> str:
+    """What engines are told to serve: the model's folder, if its weights are there; empty: not known."""
+    folder = Path(model) if Path(model).is_dir() else Path(model).parent
+    return str(folder.absolute()) if model and any(folder.glob("*.safetensors")) else ""
 
 
 def _inventory(given: SimpleNamespace, model: Model | None) -> inventory.Inventory:

@@ -66,9 +66,9 @@ def _run(config: RouterConfig, settings: SettingsFile | None) -> None:
     from scheduler_plugins.router.server import serve as serve_clients
 
     if config.workers > 1:
-        from scheduler_plugins.router.workers.keep import keep
+        from scheduler_plugins.router.workers.supervisor import supervise
 
-        run(keep(config, settings))
+        supervise(config, settings)
     else:
         run(serve_clients(config, settings))
 

@@ -40,6 +40,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.pulse = RecentHistory()
         """The last minutes, for the live page."""
+        self.first_worker = True
+        """Whether this process counts what engines report. All workers of a router read it, and one counts it."""
         self.requests = Counter(
             "pd_router:requests",
             "Requests finished, by route and outcome.",

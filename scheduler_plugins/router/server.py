@@ -21,9 +21,9 @@ from scheduler_plugins.router.endpoints.app_keys import (
     SHARED,
     STOPPING,
 )
-from scheduler_plugins.router.endpoints.backend import Backend
 from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
 
@@ -42,18 +42,18 @@ class RouterServer:
         self,
         config: RouterConfig,
         settings: SettingsFile | None = None,
-        backend: Backend | None = None,
+        place: WorkerPlace | None = None,
     ) -> None:
         """Start nothing yet.
 
         Args:
             settings: the file that `config` came from, which is watched; None: there is no file.
-            backend: provides the engines; None: this process watches them. With a backend, other
-                processes listen on the same port.
+            place: of this process among the workers of the router, which listen on the same port; None: the router is
+                one process.
         """
         self.config = config
-        self.app = create_app(config, settings, backend)
-        self._shares_port = backend is not None
+        self.app = create_app(config, settings, place)
+        self._shares_port = place is not None
         self.port = 0
         """The port that the router listens on."""
         self.admin_port = 0
@@ -83,7 +83,9 @@ class RouterServer:
             assert isinstance(pool, EnginePool)
             self._admin = AdminServer(config, pool, self.app[MOVER], self.app[ADMIN_AUTH])
             try:
-                self.admin_port = await self._admin.start(config.admin_port)
+                self.admin_port = await self._admin.start(
+                    config.admin_port, shares_port=self._shares_port
+                )
             except OSError:
                 await self.close()
                 raise
@@ -119,11 +121,13 @@ class AdminServer:
         self._runner = runner_of(app, 1.0)
         self._listener: asyncio.Server | None = None
 
-    async def start(self, port: int) -> int:
+    async def start(self, port: int, *, shares_port: bool) -> int:
         """Start to listen. Returns the port. Raises OSError."""
         host = self._config.admin_host
         try:
-            self._listener = await listen(self._runner, self.connections, host, port)
+            self._listener = await listen(
+                self._runner, self.connections, host, port, shares_port=shares_port
+            )
         except (OSError, UnicodeError) as error:
             raise cannot_listen(host, port, error, "admin-") from None
         bound: int = self._listener.sockets[0].getsockname()[1]

@@ -25,7 +25,7 @@ from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
 from pd_connector.protocol.consuming.incoming import Finished
 
-FACTS = msgspec.structs.replace(MODEL, weights_full=b"all bytes")
+FACTS = msgspec.structs.replace(MODEL, weights=b"all bytes")
 ROOT = model_root(FACTS) or b""
 PROMPTS, CHUNKS, PAGES = 12, 2, 40
 TOKENS = CHUNKS * CHUNK_TOKENS

@@ -2,7 +2,11 @@
 """What is told of a model is true from the start, through changes of its weights, to the end."""
 
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,19 @@ import msgspec
 import numpy as np
 import pytest
 from kv.test_weights import save, tensors
+from support.waits import until
 
-from pd_connector.agent import advertised_model
-from pd_connector.agent.advertised_model import AdvertisedModel
-from pd_connector.agent.commands import ChangeModel, KnowWeights
+from pd_connector.agent import weights_program, weights_reader
+from pd_connector.agent.advertised_model import AdvertisedModel, DraftFiles
+from pd_connector.agent.commands import ChangeModel, KnowWeights, ReadWeights
 from pd_connector.kv.checkpoint_files import CheckpointFiles
-from pd_connector.kv.model import ModelFacts, model_problem
-from pd_connector.kv.weights import read_weights
+from pd_connector.kv.model import (
+    ModelFacts,
+    draft_problem,
+    knowing,
+    model_problem,
+    unread_problem,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +49,16 @@ def opened(path: Path) -> CheckpointFiles:
 class Engine:
     """An engine that has loaded a checkpoint, and what its agent was told."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **changes: Any) -> None:
         self.files = [opened(path)]
-        found = read_weights(self.files)
-        self.at_start = ModelFacts(b"c", found.sampled, loaded=b"memory")
+        self.at_start = ModelFacts(b"c", reading=True)
         self.commands: list[Any] = []
-        self.told = AdvertisedModel(self.at_start, self.files, self.commands.append)
+        self.told = AdvertisedModel(self.at_start, self.files, self.commands.append, **changes)
 
     def wait(self) -> "Engine":
         """Until all bytes were read."""
-        reader = self.told._reader
-        assert reader is None or reader.join(30)
+        reading = self.told._reading
+        assert reading is None or reading.join(30)
         return self
 
     @property
@@ -60,49 +69,140 @@ class Engine:
             if isinstance(command, ChangeModel):
                 facts = command.facts
             elif isinstance(command, KnowWeights):
-                facts = _with(facts, weights_full=command.full)
+                facts = knowing(facts, command.weights, command.draft)
         return facts
+
+    @property
+    def kinds(self) -> list[type]:
+        """Kinds of the commands, without those that tell how far reading is."""
+        return [type(one) for one in self.commands if not isinstance(one, ReadWeights)]
 
 
 def _with(facts: ModelFacts, **changes: Any) -> ModelFacts:
     return msgspec.structs.replace(facts, **changes)
 
 
+@contextmanager
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Readers tell nothing before the event is set."""
+    goes_on = threading.Event()
+    lines = weights_reader.WeightsReader._lines
+
+    def late(reader: Any, cache: Any) -> Iterator[list[str]]:
+        assert goes_on.wait(30)
+        yield from lines(reader, cache)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weights_reader.WeightsReader, "_lines", late)
+        yield goes_on
+        goes_on.set()
+
+
 def one_row(tmp_path: Path) -> Path:
-    """A checkpoint of which one row of one table differs, beside the other; samples are the same."""
+    """A checkpoint of which one row of one table differs, beside the other."""
     made = {**tensors(), "embed": np.zeros((40_000, 64), np.float32)}
     save(tmp_path / "model", made)
     made["embed"][10] += 1
     return save(tmp_path / "other", made)
 
 
-def test_one_row_is_seen_when_all_bytes_were_read(checkpoint: Path, tmp_path: Path) -> None:
+def test_nothing_is_told_before_all_bytes_were_read_and_then_one_row_that_differs(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = one_row(tmp_path)
-    ours, same, theirs = Engine(checkpoint), Engine(checkpoint), Engine(other)
-    before = [engine.told.facts for engine in (ours, theirs)]
-    assert model_problem(*before) == "", "samples let it pass"
-    for engine in (ours, same, theirs):
-        engine.wait()
+    with held(monkeypatch) as goes_on:
+        ours, same, theirs = Engine(checkpoint), Engine(checkpoint), Engine(other)
+        for engine in (same, theirs):
+            assert engine.kinds == []
+            assert "has not read" in unread_problem(ours.facts, engine.facts)
+        goes_on.set()
+        for engine in (ours, same, theirs):
+            engine.wait()
+    assert unread_problem(ours.facts, theirs.facts) == ""
     assert model_problem(ours.facts, same.facts) == ""
     assert "of all bytes" in model_problem(ours.facts, theirs.facts)
+
+
+def test_what_was_read_once_is_known_at_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Engine(checkpoint).wait()
+    monkeypatch.setattr(weights_reader.subprocess, "Popen", lambda *_, **__: pytest.fail("read"))
+    engine = Engine(checkpoint)
+    assert engine.facts.weights, "before anything else is done"
+    assert not engine.told.reads
+
+
+def test_how_far_reading_is_is_told(checkpoint: Path) -> None:
+    engine = Engine(checkpoint).wait()
+    told = [one for one in engine.commands if isinstance(one, ReadWeights)]
+    nbytes = (checkpoint / "model.safetensors").stat().st_size
+    assert told[0] == ReadWeights(0, nbytes)
+    assert told[-1] == ReadWeights(nbytes, nbytes)
+    assert told == sorted(told)
 
 
 def test_files_are_read_through_what_was_opened(checkpoint: Path, tmp_path: Path) -> None:
     engine = Engine(checkpoint)
     checkpoint.rename(tmp_path / "away")
-    assert engine.wait().facts.weights_full
+    assert engine.wait().facts.weights
 
 
-def test_of_files_that_were_written_to_all_bytes_are_not_told(checkpoint: Path) -> None:
+def rewritten(checkpoint: Path) -> Engine:
+    """An engine whose files were written to before they were read."""
     files = opened(checkpoint)
-    facts = ModelFacts(b"c", read_weights([files]).sampled)
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes())
-    commands: list[Any] = []
-    told = AdvertisedModel(facts, [files], commands.append)
-    assert told._reader is not None
-    assert told._reader.join(30)
-    assert commands == []
+    engine = Engine(checkpoint)
+    engine.told.close()
+    engine.commands.clear()
+    engine.told = AdvertisedModel(engine.at_start, [files], engine.commands.append)
+    return engine.wait()
+
+
+def test_files_that_were_written_to_are_not_told_but_what_is_in_memory(checkpoint: Path) -> None:
+    engine = rewritten(checkpoint)
+    assert engine.kinds == []
+    assert engine.told.unreadable
+    engine.told.tell_memory(loaded=b"memory")
+    assert not engine.told.unreadable
+    assert engine.facts == ModelFacts(b"c", loaded=b"memory")
+
+
+def test_a_program_that_fails_is_told_and_nothing_is_known(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights_reader, "_PROGRAM", "import sys; sys.exit('ill')")
+    engine = Engine(checkpoint).wait()
+    assert engine.told.unreadable
+    assert engine.kinds == []
+    assert "the weights are not known by their files" in caplog.text
+
+
+def test_a_draft_model_is_told_with_the_weights(checkpoint: Path, tmp_path: Path) -> None:
+    def drafts(path: Path) -> Engine:
+        return Engine(checkpoint, draft=DraftFiles(b"config", [opened(path)])).wait()
+
+    small = save(tmp_path / "draft", tensors(1))
+    ours, same, theirs = drafts(small), drafts(small), drafts(one_row(tmp_path))
+    assert ours.facts.draft
+    assert draft_problem(ours.facts, same.facts) == ""
+    assert "another draft model" in draft_problem(theirs.facts, ours.facts)
+
+
+def test_a_draft_model_that_was_still_read_when_weights_changed_is_told_later(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = DraftFiles(b"config", [opened(save(tmp_path / "draft", tensors(1)))])
+    with held(monkeypatch):
+        engine = Engine(checkpoint, draft=draft)
+        engine.told.withdraw()
+    engine.told.tell_memory(loaded=b"new")
+    assert engine.facts.reading or engine.facts.draft
+    engine.wait()
+    assert engine.facts.draft
+    assert engine.facts.loaded == b"new"
+    assert not engine.facts.weights
 
 
 def test_nothing_is_known_of_weights_that_change(checkpoint: Path) -> None:
@@ -112,10 +212,10 @@ def test_nothing_is_known_of_weights_that_change(checkpoint: Path) -> None:
     assert engine.told.changes == 1
     assert "have changed" in model_problem(engine.facts, other.facts)
     assert model_problem(engine.facts, engine.facts), "nor of another that changes"
-    engine.told.tell_memory(loaded=b"new", loaded_full=b"new")
+    engine.told.tell_memory(loaded=b"new")
     assert model_problem(engine.facts, engine.facts) == ""
     assert model_problem(engine.facts, other.facts)
-    assert "changed" in model_problem(engine.facts, _with(engine.facts, loaded_full=b"row"))
+    assert "changed" in model_problem(engine.facts, _with(engine.facts, loaded=b"row"))
 
 
 def test_weights_that_were_all_loaded_from_files_are_those_files(
@@ -128,7 +228,7 @@ def test_weights_that_were_all_loaded_from_files_are_those_files(
         Engine(checkpoint).wait(),
     )
     reloaded.told.withdraw()
-    assert reloaded.told.tell_files([opened(other)], loaded=b"new")
+    assert reloaded.told.tell_files([opened(other)])
     reloaded.wait()
     assert model_problem(reloaded.facts, fresh.facts) == ""
     assert "of all bytes" in model_problem(reloaded.facts, old.facts)
@@ -142,45 +242,87 @@ def test_files_of_some_of_the_weights_say_nothing_of_the_others(
     some = tensors()
     del some["layers.3.norm"]
     part = opened(save(tmp_path / "part", some))
-    assert not engine.told.tell_files([part], loaded=b"")
-    assert not engine.told.tell_files(engine.files, loaded=b"")
+    assert not engine.told.tell_files([part])
+    assert not engine.told.tell_files(engine.files)
     assert engine.told.withdrawn
+
+
+def test_torchs_archives_that_were_loaded_again_are_told_by_memory(tmp_path: Path) -> None:
+    """Their tensors are not listed, so that one may be missing."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pytorch_model.bin").write_bytes(name.encode())
+    engine = Engine(tmp_path / "one").wait()
+    assert engine.facts.weights
+    engine.told.withdraw()
+    assert not engine.told.tell_files([opened(tmp_path / "two")])
 
 
 def test_what_was_read_of_weights_of_before_is_not_told(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = advertised_model.full_fingerprint
-    told: list[AdvertisedModel] = []
-
-    def late(*args: Any) -> bytes:
-        while not told:  # the engine goes on meanwhile
-            pass
-        told[0].withdraw()
-        return full(*args)
-
-    monkeypatch.setattr(advertised_model, "full_fingerprint", late)
-    engine = Engine(checkpoint)
-    told.append(engine.told)
-    engine.wait()
-    assert [type(command) for command in engine.commands] == [ChangeModel]
+    with held(monkeypatch) as goes_on:
+        engine = Engine(checkpoint)
+        engine.told.withdraw()
+        goes_on.set()
+        engine.wait()
+    assert engine.kinds == [ChangeModel]
 
 
-def test_weights_are_read_by_a_thread_of_the_engines_own_priority(
+def test_another_agent_is_told_what_was_read_since_it_started(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a lower one it would keep Python's lock while it waits for a processor: the agent of a busy machine was
-    silent for seconds, and its sessions were lost."""
-    full = advertised_model.full_fingerprint
-    found: list[int] = []
+    told: list[Any] = []
+    with held(monkeypatch) as goes_on:
+        engine = Engine(checkpoint)
+        assert engine.told.facts_now().reading
+        goes_on.set()
+        engine.wait()
+    engine.told.tell_to(told.append)
+    assert told == [one for one in engine.commands if isinstance(one, KnowWeights)]
+    assert told
 
-    def noting(*args: Any) -> bytes:
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return full(*args)
 
-    monkeypatch.setattr(advertised_model, "full_fingerprint", noting)
-    Engine(checkpoint).wait()
-    assert found == [os.getpriority(os.PRIO_PROCESS, 0)]
+def test_weights_are_read_by_a_process_that_gives_way(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread with a lower priority would keep Python's lock while it waits for a processor: the agent of a busy machine
+    was silent for seconds, and its sessions were lost."""
+    program = (
+        "import os, sys; import pd_connector.agent.weights_program as program; "
+        "program.fingerprint = lambda *_: bytes([*[0] * 14, os.nice(0), len(os.sched_getaffinity(0))]); "
+        "program.main()"
+    )
+    monkeypatch.setattr(weights_reader, "_PROGRAM", program)
+    *_, nice, cores = Engine(checkpoint).wait().facts.weights
+    assert nice == min(19, os.nice(0) + weights_program._NICE)
+    assert weights_program._NICE > 0
+    assert cores == len(os.sched_getaffinity(0)), "all that the engine has"
+
+
+def test_the_program_ends_with_its_engine(checkpoint: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from pd_connector.agent import weights_reader\n"
+        "from pd_connector.kv.checkpoint_files import CheckpointFiles\n"
+        "weights_reader._PROGRAM = weights_reader._PROGRAM.replace('main()', "
+        "'from pd_connector.agent import weights_program as p, weights_program; import time; '"
+        "'p.fingerprint = lambda *_: time.sleep(600); main()')\n"
+        "reader = weights_reader.WeightsReader(CheckpointFiles.open(Path(sys.argv[1])), None)\n"
+        "while reader._program is None: pass\n"
+        "print(reader._program.pid, flush=True)\n"
+        "sys.stdin.read(); os._exit(1)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(checkpoint)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as engine:
+        assert engine.stdout is not None
+        program = Path("/proc") / engine.stdout.readline().strip()
+        assert program.exists()
+    until(lambda: not program.exists() or "Z" in (program / "stat").read_text().split()[2])
 
 
 def test_weights_that_change_a_second_time_are_withdrawn_again(checkpoint: Path) -> None:
@@ -188,7 +330,7 @@ def test_weights_that_change_a_second_time_are_withdrawn_again(checkpoint: Path)
     for version in ("1", "2"):
         engine.told.withdraw()
         assert "changed" in model_problem(engine.facts, engine.facts), "withdrawn"
-        engine.told.tell_memory(loaded=version.encode(), loaded_full=b"all", version=version)
+        engine.told.tell_memory(loaded=version.encode(), version=version)
         assert model_problem(engine.facts, engine.facts) == ""
         assert engine.told.facts_now() == engine.facts, "what an agent that starts now tells"
     assert engine.told.changes == 2

@@ -8,7 +8,7 @@ import pytest
 from support.agents import LONG, Rank, Ranks, assert_pages, geometry_of, ranks
 from support.waits import until
 
-from pd_connector.agent.commands import ChangeModel, KnowWeights
+from pd_connector.agent.commands import ChangeModel, KnowWeights, ReadWeights
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.kv.model import LayerFacts, ModelFacts
@@ -121,44 +121,78 @@ def test_weights_that_change_end_what_was_computed_with_the_old_ones(ranks: Rank
     assert fetched(producer, consumer, "named") is None
 
 
-def know(rank: Rank, full: bytes) -> None:
-    rank.agent.submit(KnowWeights(full))
+READING = facts(weights=b"", loaded=b"", reading=True)
 
 
-@pytest.mark.parametrize("first", ["producer", "consumer"])
-def test_weights_that_differ_between_samples_end_the_pair_once_all_bytes_are_read(
-    ranks: Ranks, first: str
+def know(rank: Rank, weights: bytes) -> None:
+    rank.agent.submit(KnowWeights(weights, b""))
+
+
+@pytest.mark.parametrize("model_id", ["", "named"])
+@pytest.mark.parametrize("reads", ["producer", "consumer", "both"])
+def test_nothing_is_handed_over_before_the_weights_of_both_are_known(
+    ranks: Ranks, reads: str, model_id: str
 ):
-    producer, consumer = pair(ranks, {"facts": FACTS}, {"facts": FACTS})
-    assert fetched(producer, consumer) is None, "samples are the same"
-    both = {"producer": (producer, b"one"), "consumer": (consumer, b"other")}
-    know(*both.pop(first))
-    assert fetched(producer, consumer, "half") is None, "only one side has read its own"
-    know(*both.popitem()[1])
-    until(lambda: consumer.count("lost_sessions", cause="audit"))
-    until(lambda: consumer.gauge("distrusted_producers"))
-    assert fetched(producer, consumer, "after") is Cause.MODEL
-    assert fetched(producer, consumer, "later") is Cause.MODEL
-
-
-def test_weights_whose_bytes_are_the_same_go_on_in_their_session(ranks: Ranks):
-    producer, consumer = pair(ranks, {"facts": FACTS}, {"facts": FACTS})
-    assert fetched(producer, consumer) is None
-    for rank in (producer, consumer):
-        know(rank, b"all")
-    assert fetched(producer, consumer, "after") is None
-    assert not consumer.count("lost_sessions", cause="audit")
-    late = ranks(TCP, seed=2, produces=False, facts=facts(weights_full=b"other"))
-    assert fetched(producer, late, "late") is Cause.MODEL, (
-        "what was found is told in handshakes, too"
+    """An operator's name does not replace what will be known in seconds."""
+    one, other = (
+        msgspec.structs.replace(READING if reads in (side, "both") else FACTS, model_id=model_id)
+        for side in ("producer", "consumer")
     )
+    producer, consumer = pair(ranks, {"facts": one}, {"facts": other})
+    for rank in (producer, consumer):
+        rank.agent.submit(ReadWeights(3_100_000_000, 16_000_000_000))
+        until(lambda rank=rank: "weights_bytes" in rank.agent.telemetry.gauges())
+    finished = unfetched(producer, consumer)
+    assert finished.cause is Cause.UNREAD
+    assert reads == "consumer" or "weights read 3.1 of 16.0 GB" in finished.detail
+    assert producer.count("rejected_sessions", cause="unread")
+    until(lambda: producer.gauge("outgoing_transfers") == 0, "its pages are free at once")
+    assert not producer.count("sent_chunks")
+    assert not producer.count("sessions", transport="tcp")
+    for side, rank in (("producer", producer), ("consumer", consumer)):
+        if reads in (side, "both"):
+            know(rank, b"weights")
+    assert fetched(producer, consumer, "after") is None
 
 
-def test_weights_that_differ_are_a_producer_that_is_not_trusted(ranks: Ranks):
-    producer, consumer = pair(ranks, {"facts": FACTS}, {"facts": FACTS, "audits": True})
-    producer.offer("audited", [3, 4])
-    consumer.load(producer.source, "audited", [7, 8])
-    assert consumer.loaded("audited").cause is Cause.UNAUDITED
+def unfetched(producer: Rank, consumer: Rank) -> Any:
+    producer.offer("early", [5, 6])
+    consumer.load(producer.source, "early", [7, 8])
+    return consumer.loaded("early")
+
+
+def test_what_was_computed_before_the_weights_were_known_can_be_fetched_afterwards(ranks: Ranks):
+    producer, consumer = pair(ranks, {"facts": READING}, {"facts": FACTS})
+    producer.offer("t", [3, 4])
+    until(lambda: producer.gauge("outgoing_transfers"))
+    know(producer, b"weights")
+    consumer.load(producer.source, "t", [7, 8])
+    assert consumer.loaded("t").cause is None
+
+
+def test_weights_of_which_one_row_differs_are_refused_from_the_first_request_on(ranks: Ranks):
+    producer, consumer = pair(ranks, {"facts": READING}, {"facts": READING})
+    assert unfetched(producer, consumer).cause is Cause.UNREAD
     know(producer, b"one")
     know(consumer, b"other")
-    until(lambda: consumer.gauge("distrusted_producers"))
+    assert fetched(producer, consumer) is Cause.MODEL
+    assert not producer.count("sent_chunks")
+
+
+OLDER = facts(weights=b"", loaded=b"", samples=b"samples")
+"""As a version tells its model at its start that compares samples first."""
+
+
+@pytest.mark.parametrize("older", ["producer", "consumer"])
+def test_an_older_version_gets_and_gives_kv_once_it_has_read_all_bytes(ranks: Ranks, older: str):
+    sides = {"producer": {"facts": FACTS}, "consumer": {"facts": FACTS}}
+    sides[older] = {"facts": OLDER}
+    producer, consumer = pair(ranks, sides["producer"], sides["consumer"])
+    assert unfetched(producer, consumer).cause in (Cause.MODEL, Cause.UNREAD)
+    know({"producer": producer, "consumer": consumer}[older], b"weights")
+    assert fetched(producer, consumer) is None
+
+
+def test_an_older_consumer_hears_a_cause_that_it_knows(ranks: Ranks):
+    producer, consumer = pair(ranks, {"facts": READING}, {"facts": facts(samples=b"samples")})
+    assert unfetched(producer, consumer).cause is Cause.MODEL

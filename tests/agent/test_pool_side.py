@@ -35,7 +35,7 @@ from pd_connector.protocol.consuming.incoming import Finished
 
 __all__ = ["patient", "ranks", "store"]
 
-FACTS = msgspec.structs.replace(MODEL, weights_full=b"all bytes")
+FACTS = msgspec.structs.replace(MODEL, weights=b"all bytes")
 DRAFTING = msgspec.structs.replace(FACTS, draft=b"d" * 16)
 ROOT = model_root(FACTS)
 PATIENT = SHORT | {"connect_timeout_s": 20.0, "session_timeout_s": 10.0, "stall_timeout_s": 20.0}
@@ -322,7 +322,7 @@ def test_an_engine_that_takes_kv_in_fp8_writes_nothing(store: LocalStore, rank: 
 
 
 def test_kv_of_other_weights_is_not_loaded(store: LocalStore, rank: Make) -> None:
-    other = msgspec.structs.replace(FACTS, weights_full=b"others")
+    other = msgspec.structs.replace(FACTS, weights=b"others")
     writer = rank(PAGE, "a")
     reader = rank(OTHER_PAGE, "b", facts=other)
     save(writer, store)
@@ -432,7 +432,7 @@ def test_weights_that_change_while_the_store_is_asked_are_not_saved_as_those_bef
     (chunk, _), pages = chunks(), list(range(CHUNK_TOKENS // PAGE))
     writer.agent.submit(Save("save", ROOT or b"", chunk, (pages,)))
     assert asked.wait(30)
-    other = msgspec.structs.replace(FACTS, weights_full=b"others")
+    other = msgspec.structs.replace(FACTS, weights=b"others")
     writer.agent.submit(ChangeModel(other))
     assert writer.agent.pool_model == model_root(other), "what the scheduler is told at once"
     until(lambda: writer.agent._loop.pool_side._facts == other, "the agent's thread knows them")

@@ -42,7 +42,7 @@ def test_the_search_has_what_the_exhaustive_one_has(tmp_path: Path, monkeypatch)
     )
     assert ours.per_s >= 0.97 * theirs.per_s > 0
     assert ours.simulated == 60 * ours.runs
-    monkeypatch.setattr(command, "alike", lambda: inventory)
+    monkeypatch.setattr(command, "alike", lambda: stock.nodes("H100", gpus=2))
     out = tmp_path / "out.json"
     ended = CliRunner().invoke(
         command.app, ["search", str(path), "--each", "50", "--json", str(out)]

@@ -86,7 +86,7 @@ def test_weights_that_change_in_place_are_other_weights(engines: EnginePool) -> 
     assert not handed_over(pair), "the decode engine has the old ones"
     update(pair.d, 1.25)
     completion(pair.d, "a step", 1)
-    assert handed_over(pair), "both have the same again"
+    assert not handed_over(pair), "a CPU's kernels hold weights that nobody can read"
     for engine in pair.engines:
         probe_all(engine, "set_weights_version", "step 7")
     assert handed_over(pair)
@@ -105,6 +105,16 @@ def retrained(folder: Path) -> Path:
     return folder
 
 
+def with_one_other_weight(folder: Path) -> Path:
+    """The model with one number changed."""
+    shutil.copytree(MODEL, folder)
+    (weights,) = folder.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    return folder
+
+
 def test_weights_that_are_reloaded_without_a_pause_are_those_of_their_files(
     engines: EnginePool, tmp_path: Path
 ) -> None:
@@ -114,18 +124,29 @@ def test_weights_that_are_reloaded_without_a_pause_are_those_of_their_files(
     def reload(engine, folder: Path) -> None:
         probe_all(engine, "reload_weights", None, str(folder))
 
+    def passes_once_read() -> None:
+        wait_until(lambda: handed_over(pair), "both have read the files that they have loaded")
+
     for engine in pair.engines:
         reload(engine, MODEL)
-    assert handed_over(pair)
+    passes_once_read()
     other = retrained(tmp_path / "other")
     reload(pair.p, other)
     assert not handed_over(pair), "the decode engine has the old ones"
     assert not handed_over(pair)
     reload(pair.d, other)
-    assert handed_over(pair), "both have the same files again"
+    passes_once_read()
     reload(pair.p, MODEL)
+    reload(pair.d, with_one_other_weight(tmp_path / "one number"))
+    with delta(pair.d, "pd_connector:failed_transfers_total", cause="model") as refused:
+
+        def refuses() -> bool:
+            assert not handed_over(pair), "from the first request on"
+            return refused.so_far() > 0
+
+        wait_until(refuses, "both have read theirs")
     reload(pair.d, MODEL)
-    assert handed_over(pair)
+    passes_once_read()
     pair.assert_idle()
 
 

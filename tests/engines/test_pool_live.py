@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from harness import (
     wait_until,
 )
 from pools import CHUNKS, PROMPT, PooledEngines, counted, hits, sharing_a_pool
-from recipes import MODEL
+from test_identity_live import with_one_other_weight
 from tools import TOLERANCE
 
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
@@ -83,16 +82,6 @@ def test_an_engine_with_other_weights_finds_nothing(pool: PooledEngines, tmp_pat
     asked = completion(other, PROMPT, 32, cache_salt=salt)
     assert_same_logprobs(asked, completion(other, PROMPT, 32, cache_salt=fresh_salt()), TOLERANCE)
     assert hits(other) == 0
-
-
-def with_one_other_weight(folder: Path) -> Path:
-    """The demo's model with one number changed, which samples of the weights may miss."""
-    shutil.copytree(MODEL, folder)
-    (weights,) = folder.glob("*.safetensors")
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    return folder
 
 
 class Served(NamedTuple):

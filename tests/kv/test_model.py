@@ -14,13 +14,15 @@ from pd_connector.kv.model import (
     described,
     draft_problem,
     drafts_alike,
+    knowing,
     model_digest,
     model_problem,
+    unread_problem,
 )
 from pd_connector.kv.model_config import MOST_FIELDS, served_config
 
 LAYERS = (LayerFacts((0, 1, 2, 3), "model/attention", "scale 0.125", b"plain", "plain"),)
-DISK = ModelFacts(b"config", b"sampled", b"", b"loaded", "rank 0 of 1", layers=LAYERS)
+DISK = ModelFacts(b"config", b"weights", b"loaded", "rank 0 of 1", layers=LAYERS)
 BARE = msgspec.structs.replace(DISK, weights=b"", loaded=b"")
 
 
@@ -40,7 +42,7 @@ def test_engines_that_say_the_same_serve_the_same():
     ("changes", "named"),
     [
         ({"config": b"other"}, "configs .*fingerprint 636f6e666967 at the producer"),
-        ({"weights": b"other"}, r"weights differ.*fingerprint of samples"),
+        ({"weights": b"other"}, r"weights differ.*fingerprint of all bytes"),
         ({"layers": layers(label="model/indexer")}, "layer 0 is 'model/attention' at the producer"),
         ({"layers": layers(attention="scale 1")}, "layer 0 attends with scale 0.125"),
         (
@@ -55,11 +57,47 @@ def test_any_difference_is_named(changes: dict[str, Any], named: str):
     assert model_problem(other(**changes), DISK)
 
 
-def test_all_bytes_decide_where_both_have_hashed_them():
-    ours = other(weights_full=b"all")
-    assert "fingerprint of all bytes" in model_problem(ours, other(weights_full=b"else"))
-    assert model_problem(ours, other(weights_full=b"all")) == ""
-    assert model_problem(ours, DISK) == "", "one has samples only"
+@pytest.mark.parametrize("model_id", ["", "llama"])
+def test_nothing_is_known_before_all_bytes_were_read(model_id: str):
+    reading = other(BARE, reading=True, model_id=model_id)
+    named = other(model_id=model_id)
+    assert "the consumer has not read all bytes" in unread_problem(named, reading)
+    assert "the producer has not read all bytes" in unread_problem(reading, named)
+    assert unread_problem(named, named) == ""
+    known = knowing(reading, b"weights", b"draft")
+    assert unread_problem(named, known) == model_problem(named, known) == ""
+    assert known.draft == b"draft"
+
+
+def test_samples_of_an_older_version_are_never_believed():
+    """It tells them from its start on, and all bytes once it has read them."""
+    older = {
+        "config": b"config",
+        "weights": b"samples",
+        "loaded": b"samples",
+        "held": "rank 0 of 1",
+    }
+    decode = msgspec.msgpack.Decoder(ModelFacts).decode
+    starts = decode(msgspec.msgpack.encode(older))
+    assert starts.samples
+    assert not starts.weights
+    assert not starts.loaded
+    assert "has not read all bytes" in unread_problem(starts, DISK)
+    read = decode(msgspec.msgpack.encode({**older, "weights_full": b"weights"}))
+    plain = other(layers=())
+    assert unread_problem(read, plain) == model_problem(read, plain) == ""
+    problem = model_problem(read, other(plain, weights=b"else"))
+    assert "the producer's pd-connector is older" in problem
+    assert "upgrade it" in draft_problem(other(read, draft=b"a"), other(plain, draft=b"b"))
+    assert "older" not in model_problem(DISK, other(weights=b"else"))
+
+
+def test_an_older_version_finds_all_bytes_where_it_looks_for_them():
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(DISK))
+    assert told["weights_full"] == b"weights"
+    assert told["loaded_full"] == b"loaded"
+    assert told["weights"] == b"", "samples, of which there are none"
+    assert "loaded" not in told
 
 
 def test_without_files_parameters_in_memory_decide_if_the_ranks_hold_the_same():

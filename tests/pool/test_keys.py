@@ -157,9 +157,7 @@ def test_no_hash_seed_is_in_a_key() -> None:
     assert len(found) == 1
 
 
-FACTS = ModelFacts(
-    config=b"c", weights=b"w", weights_full=b"f", loaded=b"l", loaded_full=b"lf", held="h"
-)
+FACTS = ModelFacts(config=b"c", weights=b"f", loaded=b"lf", held="h", samples=b"w")
 
 
 def changed(**fields: Any) -> ModelFacts:
@@ -170,14 +168,14 @@ def test_a_model_is_known_by_its_config_and_by_all_bytes_of_its_weights() -> Non
     others = [
         FACTS,
         changed(config=b"d"),
-        changed(weights_full=b"g"),
+        changed(weights=b"g"),
         changed(model_id="m"),
         changed(version="v"),
         changed(version="f"),
-        changed(weights_full=b""),
-        changed(weights_full=b"", held="other part"),
-        changed(weights_full=b"", loaded_full=b"lg"),
-        changed(weights_full=b"lf"),
+        changed(weights=b""),
+        changed(weights=b"", held="other part"),
+        changed(weights=b"", loaded=b"lg"),
+        changed(weights=b"lf"),
     ]
     roots = [model_root(facts) for facts in others]
     assert None not in roots
@@ -188,7 +186,7 @@ def test_what_says_nothing_of_the_weights_is_not_in_the_root() -> None:
     layers = (LayerFacts((0,), "model/attention", "a"),)
     for same in (
         changed(layers=layers),
-        changed(weights=b""),
+        changed(samples=b""),
         changed(draft=b"d"),
         changed(loaded=b""),
     ):
@@ -198,11 +196,12 @@ def test_what_says_nothing_of_the_weights_is_not_in_the_root() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        changed(weights_full=b"", loaded_full=b""),
-        changed(weights_full=b"", loaded_full=b"", model_id="named"),
+        changed(weights=b"", loaded=b""),
+        changed(weights=b"", loaded=b"", model_id="named"),
+        changed(reading=True, version="v"),
         changed(updates=1),
     ],
-    ids=["samples only", "a name only", "changed weights without a version"],
+    ids=["samples only", "a name only", "still being read", "changed weights without a version"],
 )
 def test_a_model_whose_weights_are_not_known_in_full_has_no_root(facts: ModelFacts) -> None:
     assert model_root(facts) is None
@@ -210,7 +209,7 @@ def test_a_model_whose_weights_are_not_known_in_full_has_no_root(facts: ModelFac
 
 def test_a_version_stands_for_weights_that_have_changed() -> None:
     assert model_root(changed(updates=3, version="v")) == model_root(
-        changed(version="v", weights_full=b"")
+        changed(version="v", weights=b"")
     )
 
 

@@ -150,7 +150,7 @@ def test_a_file_of_another_chunk_is_found(store: LocalStore) -> None:
     [
         {"part": msgspec.structs.replace(FIRST, tokens=FIRST.tokens[::-1])},
         {"part": msgspec.structs.replace(FIRST, salt=bytes(32))},
-        {"facts": msgspec.structs.replace(FACTS, weights_full=b"g" * 16)},
+        {"facts": msgspec.structs.replace(FACTS, weights=b"g" * 16)},
     ],
     ids=["tokens", "salt", "weights"],
 )

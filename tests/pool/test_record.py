@@ -289,8 +289,8 @@ def other_than(found: Record, **fields: Any) -> tuple[Miss, str] | None:
         {"adapter": "other"},
         {"salt": bytes(32)},
         {"facts": msgspec.structs.replace(FACTS, config=b"d" * 16)},
-        {"facts": msgspec.structs.replace(FACTS, weights_full=b"g" * 16)},
-        {"facts": msgspec.structs.replace(FACTS, weights_full=b"")},
+        {"facts": msgspec.structs.replace(FACTS, weights=b"g" * 16)},
+        {"facts": msgspec.structs.replace(FACTS, weights=b"")},
         {"facts": msgspec.structs.replace(FACTS, updates=1)},
         {
             "facts": msgspec.structs.replace(
@@ -308,10 +308,10 @@ def test_a_chunk_of_another_prompt_or_model_is_unlike_even_under_the_same_key(
     assert problem[0] is Miss.UNLIKE
 
 
-def test_samples_of_weights_are_not_enough_to_read() -> None:
-    """`model_problem` would pass them: a handoff compares the rest later."""
-    sampled = msgspec.structs.replace(FACTS, weights_full=b"")
-    problem = problem_of(record(facts=sampled), facts=sampled)
+def test_a_name_of_the_model_is_not_enough_to_read() -> None:
+    """`model_problem` passes it, in handoffs."""
+    named = msgspec.structs.replace(FACTS, weights=b"", model_id="named")
+    problem = problem_of(record(facts=named), facts=named)
     assert problem is not None
     assert problem[0] is Miss.UNLIKE
 

@@ -39,7 +39,7 @@ def groups(**fields: Any) -> Any:
         {"geometry": groups(page_size=64)},
         {"geometry": groups(dtype="float16")},
         {"geometry": groups(layout="NHD")},
-        {"facts": msgspec.structs.replace(FACTS, weights_full=b"g" * 16)},
+        {"facts": msgspec.structs.replace(FACTS, weights=b"g" * 16)},
         {"adapter": "an adapter"},
         {"form": (coded_run((0, 2), "int8"),)},
     ],

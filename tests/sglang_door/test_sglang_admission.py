@@ -34,7 +34,6 @@ class Queue:
         self.transfer_backend = SimpleNamespace(value=BACKEND)
         self.told: list[Req] = []
         self.kv_manager = SimpleNamespace(
-            namespace=None,
             rank=SimpleNamespace(
                 produces=role == "prefill", admission=admission, refused=self.told.append
             ),
@@ -183,13 +182,3 @@ def test_what_sglang_has_refused_is_answered_in_its_own_words(role: str) -> None
     queue.add(asked)
     assert (queue.admitted, queue.retired) == ([asked], [])
     assert asked.to_finish.message == "session id s does not exist"
-
-
-def test_a_request_gets_its_namespace_in_the_radix_cache_before_sglang_looks_there() -> None:
-    queue, req = Queue("decode"), request()
-    told: list[Any] = []
-    queue.kv_manager.namespace = SimpleNamespace(enter=lambda req: told.append(len(queue.admitted)))
-    queue.add(req)
-    assert (told, queue.admitted) == ([0], [req])
-    queue.add(req, is_retracted=True)
-    assert told == [0], "it keeps the one that its KV has"

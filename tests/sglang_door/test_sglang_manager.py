@@ -24,6 +24,7 @@ from pd_connector.agent.consuming.discovery import ask_ranks
 from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
+from pd_connector.memory.parameters import Loaded
 from pd_connector.sglang import manager as manager_module
 from pd_connector.sglang import registry
 from pd_connector.sglang.manager import Manager
@@ -82,10 +83,11 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(manager_module, "register", lambda *args: None)
     monkeypatch.setattr(manager_module, "kv_scales", lambda scheduler: {})
     monkeypatch.setattr(manager_module, "loaded_files", lambda *_: None)
+    monkeypatch.setattr(manager_module, "loaded_weights", lambda *_: Loaded())
     monkeypatch.setattr(
         manager_module,
         "model_facts",
-        lambda *args: ModelFacts(b"c", b"w", b"", "", ()),
+        lambda *args: ModelFacts(b"c", b"w"),
     )
 
     def begin(role: str, pool: Any, place: Any) -> Manager:

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.layers.rotary_embedding import base, factory
 from support.rotations import PARAMETERS
 
+from pd_connector.agent.advertised_model import AdvertisedModel
 from pd_connector.config import Config
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts, model_problem, spoken
@@ -23,10 +24,13 @@ from pd_connector.kv.rotation import rotation_of
 from pd_connector.kv.rotation_table import rotation_text
 from pd_connector.sglang.model import (
     CONFIGS,
+    LOADS,
     _made_with,
     config_made,
     kv_heads,
     loaded_files,
+    loaded_weights,
+    loads,
     model_facts,
 )
 from pd_connector.tools.demo import MODEL_DIR
@@ -84,7 +88,15 @@ def scheduler(folder: Path = MODEL_DIR, **changes: Any) -> Any:
 
 
 def facts(made: Any, **settings: Any) -> ModelFacts:
-    return model_facts(made, Config(**settings), SHARD, loaded_files(made))
+    """As peers are told it once the files were read."""
+    files, told = loaded_files(made), []
+    found = model_facts(made, Config(**settings), SHARD, loaded_weights(made), files)
+    if not found.reading:
+        return found
+    advertised = AdvertisedModel(found, [files], told.append)
+    assert advertised._reading is not None
+    assert advertised._reading.join(30)
+    return advertised.facts
 
 
 def blocks(made: Any) -> list[Block]:
@@ -286,3 +298,16 @@ def test_each_layer_says_how_many_heads_it_has_in_the_whole_model() -> None:
         blocks[number].qkv_proj = torch.nn.Identity()
         blocks[number].qkv_proj.total_num_kv_heads = heads
     assert kv_heads(made) == {0: {4}, 1: {8}, 2: frozenset(), 3: frozenset()}
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "reads"),
+    [("pd_connector", "decode", True), ("pd_connector", "null", False), ("nixl", "decode", False)],
+)
+def test_files_are_read_from_the_load_on_if_the_engine_uses_the_connector(
+    backend: str, mode: str, reads: bool
+) -> None:
+    args = SimpleNamespace(disaggregation_transfer_backend=backend, disaggregation_mode=mode)
+    runner = SimpleNamespace(server_args=args)
+    found = loads(lambda *told, **more: (told, more, LOADS.reads), runner, 1, again=True)
+    assert found == ((runner, 1), {"again": True}, reads)

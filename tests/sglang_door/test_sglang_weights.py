@@ -2,19 +2,22 @@
 """Weights that change while SGLang serves are noticed before a step offers KV of the new ones."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pd_connector.agent.commands import ChangeModel
+from pd_connector.agent import weights_watch
+from pd_connector.agent.commands import ChangeModel, KnowWeights
+from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.memory.parameters import loaded_fingerprint
-from pd_connector.sglang import weights
-from pd_connector.sglang.weights import WeightsWatch
+from pd_connector.sglang.weights import SGLangWeights
+from pd_connector.tools.demo import MODEL_DIR
 
-Make = Callable[[torch.nn.Module], tuple[WeightsWatch, list[Any]]]
+Make = Callable[[torch.nn.Module], tuple[SGLangWeights, list[Any]]]
 
 
 def model() -> torch.nn.Module:
@@ -22,12 +25,12 @@ def model() -> torch.nn.Module:
     return torch.nn.Linear(8, 8)
 
 
-def watch(served: torch.nn.Module) -> tuple[WeightsWatch, list[Any]]:
+def watch(served: torch.nn.Module) -> tuple[SGLangWeights, list[Any]]:
     """A watch, and what it submits."""
     submitted: list[Any] = []
     loaded = loaded_fingerprint(served)
-    facts = ModelFacts(b"c", b"disk", held="all", loaded=loaded.sampled)
-    return WeightsWatch(scheduler(served), facts, None, submitted.append), submitted
+    facts = ModelFacts(b"c", b"disk", held="all")
+    return SGLangWeights(scheduler(served), facts, loaded, None, submitted.append), submitted
 
 
 def scheduler(served: torch.nn.Module) -> Any:
@@ -64,7 +67,7 @@ def test_weights_are_looked_at_in_the_first_step_after_a_flush() -> None:
     _, changed = submitted
     assert isinstance(changed, ChangeModel)
     assert changed.facts.updates == 1
-    untouched = watch(model())[0]._told.facts
+    untouched = watch(model())[0]._advertised.facts
     assert "weights have changed" in model_problem(changed.facts, untouched)
     assert model_problem(changed.facts, changed.facts) == "", "updated alike on both sides"
 
@@ -73,12 +76,12 @@ def test_weights_are_looked_at_now_and_then_without_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served, now = model(), 1000.0
-    monkeypatch.setattr(weights, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(weights_watch, "time", SimpleNamespace(monotonic=lambda: now))
     watched, submitted = watch(served)
     update(served)
     watched.step()
     assert submitted == []
-    now += weights._COMPARE_S
+    now += weights_watch.COMPARE_S
     watched.step()
     (withdrawn,) = submitted
     assert model_problem(withdrawn.facts, withdrawn.facts), "the cache has KV of the old ones"
@@ -103,7 +106,7 @@ def test_an_update_is_told_when_it_begins_and_again_when_the_cache_was_flushed()
         update(served)
         watched.flushed(done=True)
     watched.step()
-    assert submitted[-1].facts.loaded_full
+    assert submitted[-1].facts.loaded
     assert model_problem(submitted[-1].facts, submitted[-1].facts) == ""
 
 
@@ -121,3 +124,29 @@ def test_an_update_of_several_parts_is_told_when_it_ends() -> None:
         watched.flushed(done=True)
     watched.step()
     assert len(submitted) == 2
+
+
+def test_an_engine_waits_at_its_start_until_its_weights_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decode engines compute no prompt, so a request that comes earlier would fail."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    submitted: list[Any] = []
+    served, files = model(), CheckpointFiles.open(MODEL_DIR)
+    facts = ModelFacts(b"c", held="all", reading=True)
+    watched = SGLangWeights(
+        scheduler(served), facts, loaded_fingerprint(served), files, submitted.append
+    )
+    assert isinstance(submitted[-1], KnowWeights)
+    assert watched.facts.weights == submitted[-1].weights
+
+
+def test_files_that_are_not_those_that_were_loaded_are_told_by_memory_at_the_start() -> None:
+    submitted: list[Any] = []
+    served, files = model(), CheckpointFiles.open(MODEL_DIR)
+    assert files is not None
+    files.problem = "it was replaced by another file"
+    facts = ModelFacts(b"c", held="all", reading=True)
+    SGLangWeights(scheduler(served), facts, loaded_fingerprint(served), files, submitted.append)
+    assert submitted[-1].facts.loaded
+    assert not submitted[-1].facts.reading

@@ -27,8 +27,7 @@ from pd_connector.pool.record import (
 
 FACTS = ModelFacts(
     config=b"c" * 16,
-    weights=b"w" * 16,
-    weights_full=b"f" * 16,
+    weights=b"f" * 16,
     layers=(LayerFacts((0, 1, 2), "model/attention", "scale 1", b"r" * 16, "plain"),),
 )
 GEOMETRY = Geometry(

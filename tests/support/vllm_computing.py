@@ -156,7 +156,7 @@ class ComputingEngine(SteppedEngine):
         self.agent = Agent(
             Config(**settings),
             engine_id,
-            ModelFacts(b"config", b"weights", weights_full=b"all bytes"),
+            ModelFacts(b"config", b"all bytes"),
             PagedCache(views, geometry),
             produces=role != "kv_consumer",
             consumes=role != "kv_producer",

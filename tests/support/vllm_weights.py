@@ -31,6 +31,7 @@ class Model(nn.Module):
 class Recorder:
     pool_model = b""
     pool_draft = ""
+    facts = None
 
     def __init__(self):
         self.commands = []
@@ -80,7 +81,7 @@ def worker(config, agent):
 def start(worker, config, agent, files=None, **facts):
     """The worker has told these facts of its model."""
     loaded = loaded_weights(config)
-    told = ModelFacts(b"config", loaded=loaded.sampled, **facts)
+    told = ModelFacts(b"config", **facts)
     worker._model = ModelWatch(config, told, loaded, files, agent.submit)
 
 

@@ -24,6 +24,7 @@ class Agent:
 
     pool_model = b""
     pool_draft = ""
+    facts = None
 
     def __init__(self) -> None:
         self.waits: list[float] = []

@@ -10,12 +10,13 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from pd_connector import tools
+from pd_connector.agent.advertised_model import DraftFiles
 from pd_connector.config import Config
 from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.vllm.identity import model, owners
 from pd_connector.vllm.identity.layers import CacheId
-from pd_connector.vllm.identity.model import _draft, _encoder, _layer_facts, _may_draft
+from pd_connector.vllm.identity.model import _encoder, _layer_facts, _may_draft, draft_model
 
 ROTARY = {"rope_theta": 10000.0}
 """What the config says of rotation."""
@@ -96,20 +97,29 @@ def test_what_an_encoder_makes_of_images_is_part_of_the_config():
     assert pruned[0] != pruned[1]
 
 
-def test_a_draft_that_comes_from_the_models_own_files_leaves_them_open(monkeypatch):
-    """Such as n-grams, or layers for several tokens (MTP): all bytes of these files are read later."""
-    folder = Path(tools.__file__).parent / "demo" / "model"
-    own, others = (CheckpointFiles.open(folder, "auto") for _ in range(2))
-    monkeypatch.setattr(model, "model_files", lambda *_, **__: (own, others))
-    monkeypatch.setattr(model, "read_config", lambda _: {})
+def drafting(load_format: str, seed: int = 0) -> SimpleNamespace:
+    """The config of an engine that drafts."""
     told = SimpleNamespace(method="mtp", draft_model_config=SimpleNamespace(dtype="bfloat16"))
-    config = SimpleNamespace(
-        speculative_config=told, load_config=SimpleNamespace(load_format="auto")
+    return SimpleNamespace(
+        speculative_config=told,
+        load_config=SimpleNamespace(load_format=load_format),
+        model_config=SimpleNamespace(seed=seed),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
-    assert _draft(config, Config(), (own,))
-    assert own.files[0].read(1, 0)
-    with pytest.raises(ValueError, match="closed"):
-        others.files[0].read(1, 0)
+
+
+DRAFT_CACHE = {"draft": CacheId(DRAFT_LAYERS, "")}
+
+
+def test_a_draft_is_known_by_its_files_once_they_were_read(monkeypatch):
+    """Layers for several tokens (MTP) come from the model's own files."""
+    own = CheckpointFiles.open(Path(tools.__file__).parent / "demo" / "model", "auto")
+    monkeypatch.setattr(model, "model_files", lambda *_, **__: (own,))
+    monkeypatch.setattr(model, "read_config", lambda _: {})
+    found = draft_model(drafting("auto"), Config(), DRAFT_CACHE)
+    assert isinstance(found, DraftFiles)
+    assert found.files == (own,)
+    assert draft_model(drafting("auto"), Config(), {"own": CacheId(0, "")}) == b""
     own.close()
 
 
@@ -122,15 +132,9 @@ def test_a_draft_whose_files_are_not_here_is_known_by_its_seed_or_by_the_operato
 ):
     monkeypatch.setattr(model, "model_files", lambda *_, **__: None)
     monkeypatch.setattr(model, "read_config", lambda _: {})
-    told = SimpleNamespace(method="eagle", draft_model_config=SimpleNamespace(dtype="bfloat16"))
 
     def drafted(seed: int) -> bytes:
-        config = SimpleNamespace(
-            speculative_config=told,
-            load_config=SimpleNamespace(load_format=load_format),
-            model_config=SimpleNamespace(seed=seed),
-        )
-        return _draft(config, Config(model_id=model_id), ())
+        return draft_model(drafting(load_format, seed), Config(model_id=model_id), DRAFT_CACHE)
 
     assert bool(drafted(0)) is known
     assert (drafted(0) == drafted(1)) is (load_format != "dummy")

@@ -31,10 +31,10 @@ from pd_connector.pool.advertised import find_engine
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Writing
+from pd_connector.vllm.identity import loaded_model as pool_model
 from pd_connector.vllm.identity.adapters import Adapters
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
 from pd_connector.vllm.pool import lookups as pool_looks
-from pd_connector.vllm.pool import model as pool_model
 from pd_connector.vllm.pool import saves as pool_saves
 from pd_connector.vllm.pool import sharing as pool_sharing
 

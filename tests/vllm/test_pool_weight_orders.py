@@ -26,8 +26,9 @@ from vllm.v1.core.sched.interface import PauseState
 from pd_connector.agent import advertised_model
 from pd_connector.agent.advertised_model import AdvertisedModel
 from pd_connector.agent.commands import ChangeModel
+from pd_connector.agent.weights_reader import WeightsReader
 from pd_connector.kv.model import ModelFacts
-from pd_connector.kv.weights import read_weights
+from pd_connector.kv.weights import fingerprint
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.load_breakeven import LoadBreakeven
@@ -45,13 +46,12 @@ class Reads:
 
     def __init__(self) -> None:
         self.waiting: dict[threading.Thread, threading.Event] = {}
-        self._full = advertised_model.full_fingerprint
 
-    def full_fingerprint(self, files: Any, cache: Any, stopped: Callable[[], bool]) -> bytes:
+    def lines(self, reader: Any) -> Iterator[list[str]]:
         event = self.waiting[threading.current_thread()] = threading.Event()
-        while not (event.wait(0.001) or stopped()):
+        while not (event.wait(0.001) or reader.stopped):
             pass
-        return self._full(files, cache, stopped)
+        yield ["weights", fingerprint(reader.part.files).hex()]
 
     def finish(self, thread: threading.Thread) -> None:
         self.waiting.pop(thread).set()
@@ -66,7 +66,7 @@ class Watch:
         self._engine, self._folders, self._reads = engine, folders, reads
         self.weights = 0
         files = [opened(folders[0])]
-        facts = ModelFacts(b"config", read_weights(files).sampled)
+        facts = ModelFacts(b"config", reading=True)
         engine.agent.submit(ChangeModel(facts))
         self.told = AdvertisedModel(facts, files, engine.agent.submit)
 
@@ -86,7 +86,7 @@ class Watch:
 
     def step(self, *, asked: bool, idle: bool) -> None:
         if self.told.withdrawn and (asked or not idle):
-            assert self.told.tell_files([opened(self._folders[self.weights])], loaded=b"")
+            assert self.told.tell_files([opened(self._folders[self.weights])])
 
     def close(self) -> None:
         self.told.close()
@@ -181,7 +181,7 @@ def run(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, now: len(missing))
     reads, folders, watches = Reads(), [], []
-    monkeypatch.setattr(advertised_model, "full_fingerprint", reads.full_fingerprint)
+    monkeypatch.setattr(WeightsReader, "_lines", lambda reader, cache: reads.lines(reader))
     for number in range(2):
         made = {name: tensor + number for name, tensor in tensors(1).items()}
         folders.append(save(tmp_path / f"model {number}", made))
@@ -210,7 +210,7 @@ def test_no_order_of_events_mixes_kv_of_two_models(run: Callable[[int], Orders],
 
 
 @pytest.mark.parametrize(
-    ("owner", "guard"), [(StalePages, "_evict_all"), (advertised_model.WeightsReader, "stop")]
+    ("owner", "guard"), [(StalePages, "_evict_all"), (advertised_model._Reading, "stop")]
 )
 def test_each_guard_is_needed(
     run: Callable[[int], Orders],

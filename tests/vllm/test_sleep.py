@@ -91,7 +91,7 @@ def test_weights_that_are_not_kept_are_withdrawn_until_they_are_loaded(
     sleeper.wake_up(["kv_cache"])
     worker.begin(StepCommands())
     told = agent.commands[-1].facts
-    assert told.loaded_full
+    assert told.loaded
     assert told.updates == 2, "the pages went, and the weights did"
 
 

@@ -13,13 +13,12 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from kv.test_weights import save, tensors
+from kv.test_weights import print_of, save, tensors
 from vllm.config.load import LoadConfig
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.worker.worker_base import WorkerBase
 
-from pd_connector.kv.weights import read_weights
 from pd_connector.vllm.identity import checkpoint, weight_loads
 from pd_connector.vllm.identity.weight_loads import LOADS
 
@@ -87,17 +86,17 @@ def test_what_is_told_is_what_was_loaded_although_the_link_was_switched_since(li
         "so that the test tests what it says"
     )
     files = told()
-    assert read_weights(files, full=True) == read_weights(
-        checkpoint.model_files(config_of(link.parent / "one"), LoadConfig()), full=True
+    assert print_of(files) == print_of(
+        checkpoint.model_files(config_of(link.parent / "one"), LoadConfig())
     )
 
 
 def test_without_the_watch_the_other_checkpoint_would_be_told(link, monkeypatch):
     told = load(link, Model(), monkeypatch)
-    right = read_weights(told())
+    right = print_of(told())
     LOADS.files.clear()
     switch(link)
-    assert read_weights(told()) != right
+    assert print_of(told()) != right
 
 
 def test_a_link_that_is_switched_while_the_loader_reads_leaves_nothing_to_tell(link, monkeypatch):

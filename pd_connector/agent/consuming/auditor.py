@@ -91,6 +91,10 @@ class Auditor:
         if self._book is not None:
             self._book.forget_passed()
 
+    def know_weights(self, facts: ModelFacts) -> None:
+        """All bytes of this engine's weights were read."""
+        self._facts = facts
+
     def distrust(self, command: Distrust) -> None:
         """Another rank of this engine has found that a producer's KV is wrong."""
         ranks = (rank for rank in self._consumer.producers() if rank.engine_id == command.engine_id)

@@ -23,7 +23,6 @@ from pd_connector.agent.integrity import HasIntegrity
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.resources import RankResources
 from pd_connector.control.resolver import Resolver
-from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.memory.slab import SlotPool
@@ -88,7 +87,6 @@ class ConsumerSide:
         )
         for transport in resources.transports:
             transport.destinations = self._receiver.destination
-        self._found_unlike: set[tuple[Source, int]] = set()
         self._outage = OutageWatch()
         self._ends = LoadEnds(self._telemetry, self._outage, report)
         self._keeper = SessionKeeper(
@@ -100,7 +98,6 @@ class ConsumerSide:
             self._outage,
             act=self._act,
             read=self._receiver.read_left,
-            unlike=self._unlike,
         )
         self._auditor = Auditor(
             resources, self._sessions, self._keeper, self._consumer, self._outage, report
@@ -156,7 +153,7 @@ class ConsumerSide:
             "incoming_transfers": self._consumer.transfers,
             "producer_sessions": len(self._sessions),
             FAILING_GAUGE: float(self._outage.failing),
-            "distrusted_producers": max(self._auditor.distrusted, len(self._found_unlike)),
+            "distrusted_producers": self._auditor.distrusted,
         }
 
     def execute(self, command: Hold | Load | Drop, fence: Any, now: float) -> None:
@@ -168,23 +165,10 @@ class ConsumerSide:
         self._auditor.change_model(facts)
         self._keeper.change_model(facts, now)
 
-    def know_weights(self, full: bytes) -> None:
+    def know_weights(self, facts: ModelFacts) -> None:
         """All bytes of this engine's weights were read."""
-        self._keeper.know_weights(full)
-
-    def _unlike(self, source: Source, problem: str) -> None:
-        """A producer serves other weights than this engine, although samples of both are the same."""
-        ranks = [rank for rank in self._consumer.producers() if rank.source == source]
-        self._found_unlike.update((source, rank.epoch) for rank in ranks)
-        for engine in {rank.engine_id for rank in ranks}:
-            logger.error(
-                "engine %s at %s:%d does not serve the weights of this engine, although samples of both are the same: "
-                "%s. Prompts for it are computed here until one of the two engines restarts "
-                "(docs/configuration.md#which-model)",
-                *(engine, *source[:2], problem),
-            )
-            self._telemetry.count("failed_transfers", cause=Cause.MODEL)
-            self._auditor.distrust(Distrust(engine, problem))
+        self._auditor.know_weights(facts)
+        self._keeper.know_weights(facts)
 
     def distrust(self, command: Distrust) -> None:
         """An audit on another rank has found that a producer's KV is wrong."""

@@ -10,7 +10,7 @@ from pd_connector.agent.resources import RankResources
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause, PDConnectorError, TransportError
 from pd_connector.kv.coding import RAW, permitted
-from pd_connector.kv.model import ModelFacts, described, model_digest, weights_problem
+from pd_connector.kv.model import ModelFacts, described, model_digest
 from pd_connector.plan.route import Route
 from pd_connector.plan.sizes import bytes_per_token
 from pd_connector.protocol.consuming.codec_choice import CodecChoice
@@ -35,7 +35,8 @@ class Dialler:
         self._codecs = list(permitted(config.codec, config.codec_max_error))
 
     def dial(self, source: Source) -> Connection:
-        """Connect and send `Hello`.
+        """Connect and say `Hello`. An engine that does not know its weights yet says so: it is refused, and can then tell the
+        producer that it does not want its pages.
 
         Raises RefusedError if the address is not allowed, or cannot be dialled.
         """
@@ -56,17 +57,8 @@ class Dialler:
         return connection
 
     def change_model(self, facts: ModelFacts) -> None:
-        """The engine serves other weights."""
+        """The engine serves other weights, or knows them now."""
         self._identity = self._identity._replace(facts=facts)
-
-    def know_weights(self, full: bytes) -> None:
-        """All bytes of the engine's weights were read."""
-        self._identity = self._identity.knowing(full)
-
-    def weights_problem(self, producer: ModelFacts | None) -> str:
-        """Why a producer serves other weights, as far as both sides' weights are known; empty if it serves the same."""
-        ours = self._identity.facts
-        return weights_problem(producer, ours) if producer else ""
 
     def welcomed(
         self, source: Source, welcome: messages.Welcome

@@ -35,7 +35,7 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.transport.base import LEAST_PIECE_BYTES, Landed
 from pd_kernels.checksum import checksum_of
 
-logger = logging.getLogger("pd_connector.agent.consuming.chunk_receiver")
+logger = logging.getLogger("pd_connector.agent.consuming.receive_pipeline")
 
 Key = tuple[Source, int]
 """The producer that leaves a chunk to be read, and the landing slot that was granted for it."""

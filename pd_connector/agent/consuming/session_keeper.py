@@ -4,8 +4,6 @@
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from pd_connector.agent.confined import confined
 from pd_connector.agent.consuming.dialler import Dialler
 from pd_connector.agent.consuming.open_session import OpenSession
@@ -37,10 +35,9 @@ class SessionKeeper:
     """Used by the agent's thread only.
 
     Args:
-        sessions: only this class adds and ends sessions.
-        act: carries out the state machine's actions.
-        read: reads a chunk that a producer has left.
-        unlike: takes a producer that serves other weights, and why.
+        sessions: those that exist; sessions are added and ended here only.
+        act: carries out what the state machine wants done.
+        read: fetches a chunk that a producer left to be read.
     """
 
     def __init__(
@@ -53,7 +50,6 @@ class SessionKeeper:
         outage: OutageWatch,
         act: Callable[[Sequence[Action], float], None],
         read: Callable[[OpenSession, messages.LeftInSlot | messages.LeftInPages, float], None],
-        unlike: Callable[[Source, str], None],
     ) -> None:
         self._config = resources.config
         self._cache = resources.cache
@@ -65,7 +61,6 @@ class SessionKeeper:
         self._outage = outage
         self._act = act
         self._read = read
-        self._unlike = unlike
         self._next_heartbeat = 0.0
         self._peer_backoff = PeerBackoff(resources.config.connect_timeout_s)
         self.only_pulses = False
@@ -86,8 +81,7 @@ class SessionKeeper:
                 self.end_session(session, Cause.MALFORMED_MESSAGE, str(error), now)
                 return
             if isinstance(message, messages.Pulse):
-                # With many sessions nearly all messages are these.
-                self._hear_weights(session, message.weights)
+                # With many sessions nearly all messages are these, of engines that live.
                 age_s = message.engine_age_ms / 1000
                 if age_s <= self._config.engine_timeout_s:
                     self._sessions.heard(session, now)
@@ -135,10 +129,9 @@ class SessionKeeper:
             session.path, session.agreed = self._dialler.welcomed(session.source, welcome)
         except RefusedError as refused:
             return self.end_session(session, refused.cause, str(refused), now)
-        session.facts = welcome.facts
-        # An older producer does not say how long it waits: assume the settings of this side.
-        assumed_s = min(self._config.session_timeout_s, self._config.lease_s)
-        session.patience_s = welcome.lease_ms / 1000 or assumed_s
+        # An older producer does not say: it is taken to be as patient as this side.
+        unsaid_s = min(self._config.session_timeout_s, self._config.lease_s)
+        session.patience_s = welcome.lease_ms / 1000 or unsaid_s
         self._next_heartbeat = min(self._next_heartbeat, now + self._heartbeat_interval_s)
         # This producer does not know yet when the next heartbeat comes: send one now.
         next_s, transfers = self._next_heartbeat - now, self._consumer.transfers_of(session.source)
@@ -155,10 +148,7 @@ class SessionKeeper:
         ):
             return
         session.agreed = None
-        if problem := self._dialler.weights_problem(session.facts):  # found meanwhile
-            self.end_session(session, Cause.MODEL, problem, now)
-        else:
-            self._act(self._consumer.session_up(session.source, agreed, now), now)
+        self._act(self._consumer.session_up(session.source, agreed, now), now)
 
     def tick(self, now: float, *, hurried: bool = False) -> None:
         """Dial queued producers, end silent sessions, and send heartbeats that are due.
@@ -245,21 +235,9 @@ class SessionKeeper:
         for session in self._sessions:
             self.end_session(session, Cause.MODEL, "this engine's weights have changed", now)
 
-    def know_weights(self, full: bytes) -> None:
-        """All bytes of this engine's weights were read: compare them with producers that have read theirs."""
-        self._dialler.know_weights(full)
-        for session in self._sessions:
-            self._compare_weights(session)
-
-    def _hear_weights(self, session: OpenSession, full: bytes) -> None:
-        facts = session.facts
-        if full and facts is not None and full != facts.weights_full:
-            session.facts = msgspec.structs.replace(facts, weights_full=full)
-            self._compare_weights(session)
-
-    def _compare_weights(self, session: OpenSession) -> None:
-        if problem := self._dialler.weights_problem(session.facts):
-            self._unlike(session.source, problem)
+    def know_weights(self, facts: ModelFacts) -> None:
+        """All bytes of this engine's weights were read: from now on producers are dialled."""
+        self._dialler.change_model(facts)
 
     def stalled(self, source: Source, now: float) -> None:
         """End the session, so that the next transfer gets a new connection: this one may be dead without a sign. One-sided

@@ -13,6 +13,7 @@ from pd_connector.kv.coding import RAW, permitted
 from pd_connector.kv.model import ModelFacts
 from pd_connector.plan.route import Route
 from pd_connector.protocol.wire import messages
+from pd_connector.remedies import unread_in
 from pd_connector.transport.base import Transport
 
 MOST_SESSIONS = 1024
@@ -87,6 +88,9 @@ class ConsumerSessions:
 
         Raises RefusedError if the two cannot work together, or there are too many sessions.
         """
+        if self._identity.facts.reading:
+            far = unread_in(self._telemetry.gauges())
+            raise RefusedError(Cause.UNREAD, f"the producer does not know its weights yet: {far}")
         geometry = self._cache.geometry
         schema, routes = check_hello(hello, self._identity, geometry, self._codecs)
         plain = check_hello(hello, self._identity, geometry, (RAW.name,))[1]
@@ -129,10 +133,6 @@ class ConsumerSessions:
     def change_model(self, facts: ModelFacts) -> None:
         """The engine serves other weights. The caller ends the present sessions."""
         self._identity = self._identity._replace(facts=facts)
-
-    def know_weights(self, full: bytes) -> None:
-        """All bytes of the engine's weights were read."""
-        self._identity = self._identity.knowing(full)
 
     def pop(self, sender: bytes) -> ConsumerSession | None:
         """Forget a session."""

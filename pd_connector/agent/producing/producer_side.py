@@ -184,10 +184,10 @@ class ProducerSide:
         for sender, _ in self._sessions:
             self._reject(sender, Cause.MODEL, detail, now)
 
-    def know_weights(self, full: bytes) -> None:
-        """All bytes of the engine's weights were read. The next `Pulse` says so to consumers."""
-        self._identity = self._identity.knowing(full)
-        self._sessions.know_weights(full)
+    def know_weights(self, facts: ModelFacts) -> None:
+        """All bytes of the engine's weights were read: from now on consumers get sessions."""
+        self._identity = self._identity._replace(facts=facts)
+        self._sessions.change_model(facts)
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         """Take the waiting messages, as (sender, bytes), for `handle`."""
@@ -299,17 +299,17 @@ class ProducerSide:
                 self._sessions.expect_heartbeat(self._sessions[sender], message.next_ms)
                 self._producer.heartbeat(sender, message.transfers, now)
                 age_ms = int(1000 * self._steps.age_s())
-                self._say(
-                    sender,
-                    messages.Pulse(self._identity.epoch, age_ms, self._identity.weights_full),
-                )
+                self._say(sender, messages.Pulse(self._identity.epoch, age_ms))
 
     def _greet(self, sender: bytes, hello: messages.Hello, now: float) -> None:
         self._forget(sender, now)
         try:
             welcome = self._sessions.open(sender, hello, now)
         except RefusedError as refused:
-            return self._reject(sender, refused.cause, str(refused), now)
+            # Older versions, which tell samples, do not know the cause `unread`.
+            unknown = refused.cause is Cause.UNREAD and hello.facts.samples
+            cause = Cause.MODEL if unknown else refused.cause
+            return self._reject(sender, cause, str(refused), now)
         self._listener.serve(sender, now)
         self._say(sender, welcome)
         return None

@@ -28,7 +28,7 @@ from pd_connector.protocol.wire.header import encode_header
 from pd_connector.transport.base import LEAST_PIECE_BYTES
 from pd_kernels.checksum import checksum_of
 
-logger = logging.getLogger("pd_connector.agent.producing.chunk_sender")
+logger = logging.getLogger("pd_connector.agent.producing.send_pipeline")
 
 _MOST_LEFT = 4
 """Chunks that are left for one consumer to read at a time. With few, a chunk's bytes are still in the processor's cache

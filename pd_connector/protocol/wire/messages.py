@@ -237,8 +237,8 @@ class Heartbeat(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """Producer: answer to a heartbeat. Its engine began its last step `engine_age_ms` milliseconds ago. `weights` is its
-    present `ModelFacts.weights_full`, which may have been unknown when the session began."""
+    """Producer: answer to a heartbeat. `engine_age_ms` is how long ago its engine began its
+    last step, in milliseconds. `weights` is for older versions: their sessions began before weights were known."""
 
     epoch: Count
     engine_age_ms: Count = 0

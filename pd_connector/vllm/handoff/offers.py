@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from pd_connector.agent.commands import Command, Expect, Withdraw
 from pd_connector.errors import ConfigError
 from pd_connector.kv.geometry import pages_for
-from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire import params as transfer_params
 from pd_connector.protocol.wire.final_token import FinalToken
 from pd_connector.vllm.handoff.streaming import Streaming, kept_pages
+from pd_connector.vllm.identity.loaded_model import LoadedModel
 from pd_connector.vllm.messages import StepCommands
 from pd_connector.vllm.pages.held_states import HeldStates
 from pd_connector.vllm.pages.state_tables import StateTables
@@ -34,6 +34,7 @@ class Offers(Part):
         windows: page sizes and windows of the engine's page tables.
         states: which of them list states.
         status: says whether a request's KV may be handed over.
+        model: that the ranks have loaded.
         address: this engine's address, as proxies are told it.
         streams: whether KV is sent while its prompt is computed.
     """
@@ -43,13 +44,14 @@ class Offers(Part):
         windows: Windows,
         states: StateTables,
         status: PageStatus,
+        model: LoadedModel,
         address: transfer_params.ProducerAddress,
         *,
         streams: bool,
     ) -> None:
         self._status = status
         self.address = address
-        self.model: ModelFacts | None = None  # of the first rank, as it was at the start
+        self._model = model
         self._windows, self._states = windows, states
         self._known: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
         self._describes: set[str] = set()
@@ -119,7 +121,7 @@ class Offers(Part):
         request_id = request.request_id
         if request_id in self._describes:
             self._describes.discard(request_id)
-            told = about.written(self.model)
+            told = about.written(self._model.facts)
             return Ended(False, transfer_params.description(self.address, told))
         if request_id not in self._known:
             return Ended(False, None)

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pd_connector.agent.advertised_model import DraftFiles
 from pd_connector.config import Config
-from pd_connector.kv.checkpoint_files import CheckpointFiles, Weights
+from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.geometry import DRAFT_LAYERS, Shard
 from pd_connector.kv.model import (
     LayerFacts,
     ModelFacts,
+    draft_fingerprint,
     rotation_fingerprint,
 )
 from pd_connector.kv.model_config import printable, served_config
-from pd_connector.kv.weights import cache_file, read_weights
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
 from pd_connector.vllm.identity.checkpoint import model_files, read_config, remote_code
 from pd_connector.vllm.identity.layers import CacheId, draft_names, identify
@@ -54,28 +55,26 @@ def model_facts(
     shard: Shard,
     loaded: Loaded,
     files: Sequence[CheckpointFiles] | None,
+    draft: DraftFiles | bytes = b"",
 ) -> ModelFacts:
-    """Everything that peers compare of the model of this rank.
+    """Everything that peers compare of the model of this rank, as far as it is known before files were read.
 
     Args:
         caches: of this rank.
         shard: what it holds of the model.
         loaded: its parameters in memory (`loaded_weights`).
         files: what they were loaded from (`loaded_files`).
+        draft: the draft model (`draft_model`).
     """
     model = vllm_config.model_config
     served = read_config(model)
     dummy = vllm_config.load_config.load_format == "dummy"
-    seed = model.seed if dummy else None
-    weights = Weights(_made_up(seed)) if dummy else None
-    if files is not None:
-        weights = read_files(files, full=config.weights == "full")
-    if weights is None:
+    module = None
+    if files is None and not dummy:
         logger.warning(
             "weights of %s are not files on this disk: %s", model.model, _what_then(loaded, config)
         )
-        weights = Weights(b"")
-    module = None if weights.sampled or not loaded.sampled else loaded_model(vllm_config)
+        module = loaded_model(vllm_config) if loaded.sampled else None
     compared = served_config(
         served,
         dtype=str(model.dtype),
@@ -86,16 +85,15 @@ def model_facts(
     )
     return ModelFacts(
         config=compared.fingerprint,
-        weights=weights.sampled,
-        weights_full=weights.full,
-        loaded=loaded.sampled,
-        loaded_full=b"" if module is None else loaded_full_fingerprint(module),
+        weights=_made_up(model.seed) if dummy else b"",
+        loaded=b"" if module is None else loaded_full_fingerprint(module),
         held=f"rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
-        draft=_draft(vllm_config, config, files or ()) if _may_draft(vllm_config, caches) else b"",
+        draft=draft if isinstance(draft, bytes) else b"",
         layers=_layer_facts(vllm_config, caches, served),
         source=printable(str(model.model)[-_MOST_TEXT:]),
         fields=compared.fields,
+        reading=files is not None or isinstance(draft, DraftFiles),
     )
 
 
@@ -108,17 +106,8 @@ def loaded_files(vllm_config: "VllmConfig") -> tuple[CheckpointFiles, ...] | Non
     return model_files(vllm_config.model_config, load, others, LOADS.files)
 
 
-def read_files(files: Sequence[CheckpointFiles], *, full: bool = False) -> Weights | None:
-    """Fingerprints of a model's files; None where they cannot be read."""
-    try:
-        return read_weights(files, full=full, cache=cache_file())
-    except (OSError, ValueError) as error:
-        logger.warning("weights cannot be hashed: %s", error)
-        return None
-
-
 def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
-    """Fingerprints of the parameters in memory; empty where the model cannot be reached, or where the
+    """Samples of the parameters in memory; empty where the model cannot be reached, or where the
     engine moves experts from rank to rank as it serves."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         return Loaded()
@@ -188,14 +177,14 @@ def _may_draft(vllm_config: "VllmConfig", caches: Mapping[str, CacheId]) -> bool
     return staged or any(cache.number >= DRAFT_LAYERS for cache in caches.values())
 
 
-def _draft(vllm_config: "VllmConfig", settings: Config, own: Sequence[CheckpointFiles]) -> bytes:
-    """Fingerprint of the draft model; empty where there is none, or nothing is known of its weights.
-
-    Args:
-        settings: of this engine.
-        own: files of the model itself, which are still to be read. Drafts by n-grams or by layers of the model (MTP) come
-            from them.
-    """
+def draft_model(
+    vllm_config: "VllmConfig", settings: Config, caches: Mapping[str, CacheId]
+) -> DraftFiles | bytes:
+    """The draft model whose layers are among these caches: its files, which are to be read, or its fingerprint where it
+    has none. Empty where there is no such model, or nothing is known of its weights. The files of drafts by layers of the
+    model (MTP) are those of the model."""
+    if not _may_draft(vllm_config, caches):
+        return b""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or speculative is None:
@@ -203,20 +192,17 @@ def _draft(vllm_config: "VllmConfig", settings: Config, own: Sequence[Checkpoint
     try:
         load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
         files = model_files(draft, load, loaded=LOADS.files)
-        weights = None if files is None else read_files(files)
-        for part in files or ():
-            if not any(part is one for one in own):
-                part.close()
         told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
         config = served_config(read_config(draft), **told).fingerprint
     except Exception as error:  # a draft model is optional: no error of it stops the engine
         logger.warning("the draft model is not known, so this engine takes no KV: %r", error)
         return b""
-    known = weights.sampled if weights else settings.model_id.encode()
     if vllm_config.load_config.load_format == "dummy":
-        known = _made_up(vllm_config.model_config.seed)
-    if known:
-        return hashlib.blake2b(config + known, digest_size=16).digest()
+        return draft_fingerprint(config, _made_up(vllm_config.model_config.seed))
+    if files is not None:
+        return DraftFiles(config, files)
+    if settings.model_id:
+        return draft_fingerprint(config, settings.model_id.encode())
     logger.warning(
         "weights of the draft model are not files on this disk: this engine takes no KV from others, whose drafts may be "
         "other ones; set model_id (config key) on all engines that serve both models"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches vLLM's loads of weights at the moment they happen.
 
-A connector is made seconds after the weights were loaded, and vLLM tells it nothing when they are loaded again. So
-vLLM's loaders are watched: each file that they read is opened here as well, and read later through that handle. The
-worker's methods that change weights in place are watched, too, and the model's own `load_weights`, which trainers
-call.
+vLLM tells a connector nothing of them. So its loaders are watched: each file that they read is opened here as well, and
+read through that handle. The worker's methods that change weights in place are watched, too, and the model's own
+`load_weights`, which trainers call.
 """
 
 import inspect
@@ -19,9 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from pd_connector.kv.checkpoint_files import LoadedFiles
+from pd_connector.agent.weight_loads import WeightLoads
 from pd_connector.vllm.extension import WorkerExtension
 from pd_connector.vllm.identity.checkpoint import Place, open_files
+from pd_connector.vllm.support import connector_parts
 from pd_connector.vllm.wrap_once import with_subclasses, wrap_once
 
 logger = logging.getLogger("pd_connector.vllm")
@@ -45,78 +45,6 @@ _LOSES_WEIGHTS = 2
 """Level of sleep from which on vLLM does not keep the weights: they are loaded again after it."""
 
 
-class Listener(Protocol):
-    """Receives events of weights that change in place."""
-
-    def loading(self) -> None:
-        """Weights begin to change now."""
-
-    def loaded(self, *, over: bool, whole: bool) -> None:
-        """Weights have changed: all of them, if `whole`. If not `over`, more changes may follow soon."""
-
-    def asleep(self, *, kept: bool) -> None:
-        """The engine sleeps: the weights' memory must not be read. If `kept`, they will be the same."""
-
-    def awake(self) -> None:
-        """The weights' memory can be read again."""
-
-
-class WeightLoads(LoadedFiles):
-    """The loads of this process; checkpoints are known by their `Place`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
-        self._depth = 0
-        self._session = False  # between the beginning and the end of an update
-
-    def listen(self, listener: Listener) -> None:
-        """Report changes to this listener from now on."""
-        self._listeners.add(listener)
-
-    def forget(self, listener: Listener) -> None:
-        """Report nothing more to this listener."""
-        self._listeners.discard(listener)
-
-    @contextmanager
-    def change(
-        self, *, begins: bool = False, ends: bool = False, whole: bool = False
-    ) -> Iterator[None]:
-        """A context in which weights change in place.
-
-        Args:
-            begins: an update of several parts begins.
-            ends: that update ends.
-            whole: all weights are loaded.
-        """
-        self._session |= begins
-        self._depth += 1
-        for listener in list(self._listeners):
-            listener.loading()
-        try:
-            yield
-        except BaseException:
-            whole = False
-            raise
-        finally:
-            self._depth -= 1
-            self._session &= not ends
-            if not self._depth:
-                self.end()
-                for listener in () if self._session else list(self._listeners):
-                    listener.loaded(over=whole or ends, whole=whole)
-
-    def sleep(self, *, kept: bool) -> None:
-        """Weights lose their memory now; if `kept`, they get their values back with it."""
-        for listener in list(self._listeners):
-            listener.asleep(kept=kept)
-
-    def wake(self) -> None:
-        """Weights have memory again."""
-        for listener in list(self._listeners):
-            listener.awake()
-
-
 class Caller(Protocol):
     """Receives an event for each call of a worker method."""
 
@@ -125,6 +53,7 @@ class Caller(Protocol):
 
 
 LOADS = WeightLoads()
+"""The loads of this process; checkpoints are known by their `Place`."""
 _callers: "weakref.WeakSet[Caller]" = weakref.WeakSet()
 _watching: list[Any] = []
 
@@ -182,6 +111,7 @@ def _loads(
     **options: Any,
 ) -> Any:
     with _quiet("the files that are loaded"):
+        LOADS.reads = _used()
         name = getattr(model_config, "model_weights", "") or model_config.model
         if Path(name).exists():  # a loader may read it directly
             place = Place(name, model_config.revision)
@@ -201,6 +131,14 @@ def _prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: 
         if (folder := _folder(found)) is not None:
             LOADS.begin(place, open_files(folder, loader.load_config))
     return found
+
+
+def _used() -> bool:
+    """Whether the engine that loads now uses PDConnector."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return config is not None and bool(connector_parts(config.kv_transfer_config))
 
 
 def _folder(prepared: Any) -> Path | None:

@@ -23,6 +23,7 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.handoff.ignored import IgnoredParams
 from pd_connector.vllm.handoff.streaming import kept_pages, scheduled
 from pd_connector.vllm.identity.inputs import RequestIdentity
+from pd_connector.vllm.identity.loaded_model import LoadedModel
 from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.pages.partial import PartialPages
 from pd_connector.vllm.pages.status import PageStatus, Use
@@ -32,7 +33,6 @@ from pd_connector.vllm.pool.audit import PoolAudit
 from pd_connector.vllm.pool.events import PoolEvents
 from pd_connector.vllm.pool.loads import PoolLoads
 from pd_connector.vllm.pool.lookups import PoolLookups
-from pd_connector.vllm.pool.model import LoadedModel
 from pd_connector.vllm.pool.prompt import Loading, PoolPrompt, asked
 from pd_connector.vllm.pool.saves import PoolSaves
 
@@ -61,6 +61,7 @@ class PoolSide(Part):
         ignored: told of requests whose wishes cannot be followed.
         status: says what may be done with a request's KV.
         unfilled: told of loads.
+        model: that the ranks have loaded.
         ranks: number of ranks of this engine.
         engine_id: as the engine's API server knows it.
     """
@@ -76,6 +77,7 @@ class PoolSide(Part):
         ignored: IgnoredParams,
         status: PageStatus,
         unfilled: PartialPages,
+        model: LoadedModel,
         ranks: int,
         engine_id: str = "",
     ) -> None:
@@ -99,7 +101,8 @@ class PoolSide(Part):
         self._saves = PoolSaves(windows, ranks, status)
         self._audit = PoolAudit(windows, self._saves)
         self._stepped: tuple[float, int] = (0.0, 0)  # when the last step was scheduled, its tokens
-        self._model = LoadedModel(ranks)
+        self._model, self._root = model, b""
+        self._quiet = False  # what is said once of the model is said, or need not be
         self._prompts: dict[str, PoolPrompt] = {}
         self.events: PoolEvents | None = None
         self._looks = PoolLookups(store, self._audit, self._breakeven, telemetry, codecs.readable)
@@ -136,8 +139,8 @@ class PoolSide(Part):
 
     @property
     def pending(self) -> bool:
-        """Whether a step is needed: ranks tell of saves, or their model, with it, and vLLM takes KV events."""
-        return self.saving or self._model.due or bool(self.events and self.events.pending)
+        """Whether a step is needed: ranks tell of saves with it, and vLLM takes KV events."""
+        return self.saving or bool(self.events and self.events.pending)
 
     def reported(self, activity: WorkerActivity) -> list[Command]:
         began, tokens = self._stepped
@@ -145,11 +148,20 @@ class PoolSide(Part):
             self._breakeven.computed(tokens, time.monotonic() - began)
         self._stepped = 0.0, 0
         self._looks.draft = activity.draft or self._looks.draft
-        before = self.model
-        if self._model.reported(activity.models):
+        before, self._root = self._root, self.model
+        if self._root != before:
+            self._quiet = True
+            used = "in use" if self._root else "not used: the weights are not known"
+            logger.info("pool: %s", used)
             if before:
                 self.weights_changed()
             self._tell()
+        elif self._model.unknown and not self._quiet:
+            self._quiet = True
+            logger.warning(
+                "pool: not used so far: this engine does not know all bytes of its weights. It reads them from the "
+                "model's files; weights that are streamed have none"
+            )
         for request_id, cause in activity.causes.items():
             if prompt := self._prompts.get(request_id):
                 self.loads.failed(prompt, cause)

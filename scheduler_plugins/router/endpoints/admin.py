@@ -147,7 +147,7 @@ async def _add(request: web.Request) -> web.StreamResponse:
     if asked.events:
         events[url] = (asked.events, asked.replay or None)
     sides: dict[str, Any] = {side: (*getattr(config, side), url) for side in sides_of(asked.role)}
-    pool.use(replace(config, kv_events=events, **sides))
+    pool.edit(replace(config, kv_events=events, **sides))
     return _told(pool)
 
 
@@ -165,7 +165,7 @@ async def _remove(request: web.Request) -> web.StreamResponse:
         raise ValueError(
             f"url {url}: is the last engine with the home {alone[0]}; add another one there before, or drain this one"
         )
-    pool.use(replace(pool.config, **left))
+    pool.edit(replace(pool.config, **left))
     return _told(pool)
 
 

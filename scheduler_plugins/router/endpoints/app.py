@@ -30,18 +30,15 @@ from scheduler_plugins.router.client.origins import marking, preflight, why_refu
 from scheduler_plugins.router.client.stopping import Stopping
 from scheduler_plugins.router.endpoints.app_keys import (
     ADMIN_AUTH,
-    BACKEND,
     BODIES,
     CONFIG,
     CONNECTIONS,
     LIVE,
     METRICS,
+    PLACE,
+    RENDER,
     SHARED,
     STOPPING,
-)
-from scheduler_plugins.router.endpoints.backend import (
-    Backend,
-    OneProcess,
 )
 from scheduler_plugins.router.endpoints.info_endpoints import (
     MODELS,
@@ -64,6 +61,8 @@ from scheduler_plugins.router.endpoints.refusals import (
     unavailable,
 )
 from scheduler_plugins.router.metrics import Metrics
+from scheduler_plugins.router.peer_routers.all_metrics import AllMetrics
+from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.prompt.describe import TIMEOUT_HEADER, timeout_s
 from scheduler_plugins.router.request.proxy import ClientRequest
@@ -80,7 +79,7 @@ CLIENT_CLOSED_REQUEST = 499
 def create_app(
     config: RouterConfig,
     settings: SettingsFile | None,
-    backend: Backend | None,
+    place: WorkerPlace | None,
 ) -> web.Application:
     """The router as an aiohttp application, for `server.RouterServer`.
 
@@ -89,16 +88,20 @@ def create_app(
 
     Args:
         settings: the file that `config` came from, which is watched; None: there is no file.
-        backend: provides the engines; None: this process watches them itself.
+        place: of this process among the workers of the router; None: the router is one process.
     """
     app = web.Application(middlewares=[shape_errors])
     app[CONFIG] = config
     app[CONNECTIONS] = ConnectionLimit(config.connections)
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
-    app[METRICS] = Metrics()
-    app[BACKEND] = backend or OneProcess()
+    app[METRICS], app[PLACE] = Metrics(), place
+    app[RENDER] = app[METRICS].render
     app[ADMIN_AUTH] = AdminAuth(config.admin_key)
     app[STOPPING] = Stopping()
+    if place is not None:
+        several = AllMetrics(app[METRICS], place)
+        app[RENDER] = several.render
+        app.cleanup_ctx.append(lambda _: several.writing())
     app.cleanup_ctx.append(engines)
     if settings is not None:
         app.cleanup_ctx.append(lambda app: following(app, settings))

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from scheduler_plugins.router.client.answers import headers_to_client
 from scheduler_plugins.router.client.client_auth import id_of, passed_headers
-from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH, BACKEND, LIVE, METRICS, SHARED
+from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH, LIVE, RENDER, SHARED
 from scheduler_plugins.router.endpoints.refusals import error_response, unavailable
 from scheduler_plugins.router.engines.completion import status_of
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
@@ -113,8 +113,7 @@ async def live(request: web.Request) -> web.StreamResponse:
 
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus' text format."""
-    text = await request.app[BACKEND].render(request.app[METRICS])
-    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return web.Response(body=request.app[RENDER](), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 def _up(pool: Pool) -> list[BackendEngine]:

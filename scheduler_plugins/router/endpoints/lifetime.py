@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from scheduler_plugins.router.elastic.task import Elastic
-from scheduler_plugins.router.endpoints.app_keys import BACKEND, CONFIG, METRICS, MOVER, SHARED
-from scheduler_plugins.router.endpoints.backend import client_connections, watching_session
+from scheduler_plugins.router.endpoints.app_keys import CONFIG, METRICS, MOVER, PLACE, SHARED
 from scheduler_plugins.router.engines.moving import Mover
 from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.peer_routers.exchanging import exchanging_alone
+from scheduler_plugins.router.engines.sessions import client_connections, watching_session
+from scheduler_plugins.router.peer_routers.exchanging import exchanging
 from scheduler_plugins.router.reload import reloading, route_policy, use_settings
 from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -24,21 +24,19 @@ async def engines(app: web.Application) -> AsyncIterator[None]:
     """The engines and what requests share, from the application's start to its end."""
     config = app[CONFIG]
     async with watching_session(config) as watching:
-        connections = client_connections(config)
-        pool = app[BACKEND].pool(config, watching, app[METRICS])
-        policy = route_policy(config, app[METRICS])
+        connections, metrics = client_connections(config), app[METRICS]
+        pool = EnginePool(config, watching, metrics)
+        policy = route_policy(config, metrics)
         tokens = PromptTokens(connections, pool.all_up, config.tokenizer, config.api_key)
         tracing = Tracing(config.otlp)
-        app[SHARED] = Shared(config, pool, connections, app[METRICS], policy, tokens, tracing)
+        shared = Shared(config, pool, connections, metrics, policy, tokens, tracing)
+        app[SHARED], app[MOVER] = shared, Mover(pool, tracing)
         try:
-            app[BACKEND].started(app[SHARED])
             await pool.start()
-            if isinstance(pool, EnginePool):
-                app[MOVER] = Mover(pool, tracing)
-                elastic = Elastic(pool, app[MOVER], app[SHARED].waiting)
-                async with exchanging_alone(config, pool, app[METRICS]), elastic.running():
-                    yield
-            else:
+            async with (
+                exchanging(config, pool, metrics, app[PLACE], shared.waiting) as peers,
+                Elastic(pool, app[MOVER], peers.waiting).running(),
+            ):
                 yield
         finally:
             await tokens.close()
@@ -54,7 +52,7 @@ async def following(app: web.Application, settings: SettingsFile) -> AsyncIterat
     def use(config: RouterConfig) -> None:
         use_settings(shared, config)
         assert isinstance(shared.pool, EnginePool)
-        shared.pool.use(config)
+        shared.pool.edit(config)
 
     async with reloading(settings, use):
         yield

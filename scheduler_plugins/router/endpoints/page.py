@@ -144,6 +144,7 @@ def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[s
         "about": _about(engine),
         "transports": traffic.transports,
         "pool_problem": engine.about.pool_problem,
+        "weights": engine.about.weights,
         "role_why": _role_why(engine),
         "group": engine.role_state.place.group,
         "away": engine.role_state.place.home not in (None, engine.role),

@@ -42,6 +42,7 @@ function factsOf(engine, side) {
   if (engine.transports.length) told.push(`KV over ${engine.transports.join(", ")}`);
   if (engine.pool) told.push(engine.pool);
   if (engine.pool_problem) told.push("KV pool not known here");
+  if (engine.weights) told.push(engine.weights);
   if (engine.away) told.push("not its home side");
   if (engine.pinned) told.push("pinned");
   return told.join(" · ");

@@ -16,3 +16,5 @@ class About(NamedTuple):
     """Version of vLLM or SGLang."""
     pool_problem: str = ""
     """Why the router does not know what the engine's KV pool has, although the engine uses one."""
+    weights: str = ""
+    """How far the engine has read its weights, such as `weights read 3.1 of 16.0 GB`. Until it has read all, no KV passes."""

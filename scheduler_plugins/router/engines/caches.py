@@ -12,8 +12,9 @@ import zmq.asyncio
 
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.index.follower import EventFollower
+from scheduler_plugins.router.index.hashes import Hashes
 from scheduler_plugins.router.index.prefixes import Prefixes
-from scheduler_plugins.router.index.prompt_keys import PromptKeys
+from scheduler_plugins.router.index.prompt_keys import NO_HASHES, PromptKeys
 from scheduler_plugins.router.policies.base import BlockHash
 
 _MOST_SOCKETS = 4096
@@ -132,10 +133,11 @@ class EngineCaches:
         self.unfollow(engine)
         self.prefixes.remove(engine.name)
 
-    def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash], now_s: float) -> None:
-        """The engine has this prompt's KV."""
+    def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash], now_s: float) -> Hashes:
+        """The engine has this prompt's KV. Returns what other routers must know of it, as `Prefixes.prefilled` does."""
         if isinstance(prompt, PromptKeys):
-            self.prefixes.prefilled(engine, prompt, now_s)
+            return self.prefixes.prefilled(engine, prompt, now_s)
+        return NO_HASHES
 
     def describe(self, engine: BackendEngine) -> dict[str, Any]:
         """The state of the engine's cache, for `/health`."""

@@ -67,7 +67,7 @@ class EngineLoad:
         self.correction = Correction()
         """The difference between the engine's last report and these counts."""
         self.others: Others = NoOthers()
-        """Counts of other processes and routers. All counts below are sums over them and this process."""
+        """Counts of other workers and routers. All counts below are sums over them and this process."""
 
     @property
     def open_exchanges(self) -> int:

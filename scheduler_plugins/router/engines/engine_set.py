@@ -16,7 +16,7 @@ from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.observed import Observer
 from scheduler_plugins.router.engines.role_state import Decision
-from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
 
@@ -38,7 +38,7 @@ class Pool(ABC):
 
     @property
     @abstractmethod
-    def prefixes(self) -> PrefixReader:
+    def prefixes(self) -> Prefixes:
         """The index of what engines have cached."""
 
     @abstractmethod

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What role policies and the live page learn of requests. Workers and other routers send it, so each keeper knows all
+"""What role policies and the live page learn of requests. Workers and routers send it to each other, so each knows all
 requests."""
 
 from __future__ import annotations
 
-import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Literal, Protocol
 
 from scheduler_plugins.router.recent_history import RecentHistory
 from scheduler_plugins.router.roles.history import History
 
-TOGETHER_S = 0.1
-"""Events within this time are sent together."""
 MOST_EVENTS = 5_000
 """Most events that wait to be sent. Further events are dropped: they would be late anyway."""
 
@@ -45,11 +41,16 @@ class Observer(Protocol):
         """A prompt was sent to an engine without a GPU, because all others would be late."""
 
 
-class _AsEvents(ABC):
-    """`Observer` that makes an event of each call."""
+class SharedHistory(History):
+    """The history of a router. While other workers or routers listen, it keeps its own events for them."""
 
-    @abstractmethod
-    def _noted(self, now_s: float, event: Event) -> None: ...
+    def __init__(self, pulse: RecentHistory | None = None) -> None:
+        """`pulse` notes each event, too."""
+        super().__init__()
+        self._recent_history = pulse
+        self.listened = False
+        """Whether other workers or routers listen."""
+        self._unsent: list[Event] = []
 
     def arrived(
         self, now_s: float, group: str, tokens: int, ttft_slo_s: float, tpot_slo_s: float
@@ -72,36 +73,6 @@ class _AsEvents(ABC):
     def overflowed(self, now_s: float, group: str) -> None:
         self._noted(now_s, ("overflowed", group, ()))
 
-
-class SentEvents(_AsEvents):
-    """`Observer` that sends all events to other processes, some together."""
-
-    def __init__(self, send: Callable[[list[Event]], None]) -> None:
-        self._send = send
-        self._events: list[Event] = []
-
-    def _noted(self, now_s: float, event: Event) -> None:
-        if not self._events:
-            asyncio.get_running_loop().call_later(TOGETHER_S, self._flush)
-        if len(self._events) < MOST_EVENTS:
-            self._events.append(event)
-
-    def _flush(self) -> None:
-        events, self._events = self._events, []
-        self._send(events)
-
-
-class SharedHistory(_AsEvents, History):
-    """The history of a router. While other routers listen, it keeps its own events for them."""
-
-    def __init__(self, pulse: RecentHistory | None = None) -> None:
-        """`pulse` notes each event, too."""
-        super().__init__()
-        self._recent_history = pulse
-        self.listened = False
-        """Whether other routers listen."""
-        self._unsent: list[Event] = []
-
     def heard(self, events: Iterable[Event], now_s: float, groups: frozenset[str]) -> None:
         """Note the events of another router. They are not sent on to further routers."""
         before, self.listened = self.listened, False
@@ -109,6 +80,11 @@ class SharedHistory(_AsEvents, History):
             note(self, events, now_s, groups)
         finally:
             self.listened = before
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `take_unsent` would return any."""
+        return bool(self._unsent)
 
     def take_unsent(self) -> list[Event]:
         """Events of this router that were not taken yet."""

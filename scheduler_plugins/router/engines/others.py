@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on an engine from other processes of this router and from other routers."""
+"""Load on an engine from other workers of this router and from other routers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Count(IntEnum):
 
 
 class Others(Protocol):
-    """The counts of other processes and other routers for one engine."""
+    """The counts of other workers and other routers for one engine."""
 
     def sum(self, count: Count) -> float:
         """The sum of this count over all others."""

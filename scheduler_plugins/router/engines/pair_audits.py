@@ -20,12 +20,13 @@ import msgspec
 
 from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
 from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
-from pd_connector.remedies import remedy_of
+from pd_connector.remedies import remedy_of, unread_in
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.exchange import EngineCall
 from scheduler_plugins.router.engines.failures import about_key
 from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import sent_to
+from scheduler_plugins.router.engines.traffic import read
 from scheduler_plugins.router.loop import is_behind, ran_s
 from scheduler_plugins.router.settings.config import RouterConfig
 
@@ -172,6 +173,9 @@ class PairAudits:
                 before = await self._verdicts(pair.decode)
                 if before is None:
                     return
+                if await self._reads(pair.prefill) or await self._reads(pair.decode):
+                    self._done.discard(key)
+                    return
                 self._prompts[key] += 1
                 await self._send(pair)
                 verdict = await self._verdict(pair.decode, before)
@@ -186,10 +190,17 @@ class PairAudits:
         except Exception:
             logger.exception("%s: the audit with a test prompt failed", where)
 
+    async def _metrics(self, engine: BackendEngine) -> str:
+        async with self._session.get(f"{engine.url}/metrics") as answer:
+            return await answer.text()
+
+    async def _reads(self, engine: BackendEngine) -> bool:
+        """Whether the engine still reads its weights, so that it hands nothing over."""
+        return bool(unread_in(read(await self._metrics(engine), 0.0).totals))
+
     async def _verdicts(self, decode: BackendEngine) -> Counter[str] | None:
         """The engine's audits so far, by verdict. None if it has not our connector; other connectors audit nothing."""
-        async with self._session.get(f"{decode.url}/metrics") as answer:
-            text = await answer.text()
+        text = await self._metrics(decode)
         if _OURS not in text:
             return None
         verdicts: Counter[str] = Counter()

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,8 @@ from scheduler_plugins.router.engines.pair_audits import PairAudits
 from scheduler_plugins.router.engines.role_state import MOST_DECISIONS, Decision, Version
 from scheduler_plugins.router.engines.stores import StoreReaders
 from scheduler_plugins.router.engines.watch import EngineWatch
-from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.index.hashes import Hashes
+from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.loop import is_behind, ran_s
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
@@ -49,29 +50,34 @@ class EnginePool(Pool):
         config: RouterConfig,
         session: aiohttp.ClientSession,
         metrics: Metrics,
-        caches: EngineCaches | None = None,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start nothing yet. `caches` is filled with what engines have cached. `on_change` is called when an engine or its
-        state has changed."""
+        """Start nothing yet."""
         self._config = config
         self._session = session
         self.metrics = metrics
-        self.caches = caches or EngineCaches()
+        self.caches = EngineCaches()
         """What engines have cached."""
-        self._on_change = on_change
         self._watches: dict[BackendEngine, EngineWatch] = {}
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
         self._named = NamedEngines(lambda: self._config, session)
-        self.name = secrets.token_hex(8)  # among fellows
+        self.name = secrets.token_hex(8)  # among workers and routers
+        self.listed = Version()
+        """How often an operator or the settings file has changed the list of engines. 0: it is as at the start."""
+        self.drained = set[str]()
+        """URLs of the engines that an operator drains."""
+        self.unsent_prompts: list[tuple[str, Hashes]] | None = None
+        """Prompts that engines without events have computed, and that other routers do not know of yet: the engine's
+        URL, and the hashes. None: nobody else needs them."""
         self.leads = True
-        """Whether this router decides on roles, and not one of its fellows."""
+        """Whether this process decides on roles, and no other worker or router."""
         self.history: SharedHistory = SharedHistory(metrics.pulse)
-        """What happened to the requests of all processes and routers."""
+        """What happened to the requests of all workers and routers."""
         self.decisions: deque[Decision] = deque(maxlen=MOST_DECISIONS)
         self._following: asyncio.Task[None] | None = None
-        self._audits = PairAudits(lambda: self.engines, lambda: self._config, session)
+        self._audits = PairAudits(
+            lambda: self.engines if metrics.first_worker else [], lambda: self._config, session
+        )
         self._auditing: asyncio.Task[None] | None = None
         self._stores = StoreReaders(
             self.caches.prefixes,
@@ -90,7 +96,7 @@ class EnginePool(Pool):
         return list(self._watches)
 
     @property
-    def prefixes(self) -> PrefixReader:
+    def prefixes(self) -> Prefixes:
         return self.caches.prefixes
 
     async def start(self) -> None:
@@ -130,7 +136,11 @@ class EnginePool(Pool):
         for engine in self.engines:
             if endpoints := config.kv_events.get(engine.url):
                 self.caches.follow(engine, *endpoints, ranks=engine.ranks, first=engine.ranks[0])
-        self._on_change()
+
+    def edit(self, config: RouterConfig) -> None:
+        """As `use`, for a change that other workers of this router must learn: by an operator or the settings file."""
+        self.listed = Version(self.listed.number + 1, self.name)
+        self.use(config)
 
     def replace(self, engine: BackendEngine, place: Place) -> None:
         """The engine has this place in the settings. It goes home, even if it was pinned, if its home has changed, or if
@@ -147,7 +157,7 @@ class EnginePool(Pool):
             role_state.pinned, role_state.switch_to = False, home
             self.look_again(engine)
         else:
-            if role is not home:
+            if role is not home and self.metrics.first_worker:
                 self.metrics.role_moves.labels(role, home, "settings").inc()
             self.set_role(engine, home, pinned=False)
 
@@ -187,9 +197,8 @@ class EnginePool(Pool):
                 for watch in joining:
                     await watch.checked.wait()
         engine.draining = True
-        self._on_change()
         end_s = ran_s() + self._config.drain_timeout_s
-        while engine.in_flight and (is_behind() or ran_s() < end_s):  # noqa: ASYNC110 - a count, not an event
+        while engine.load.own_open and (is_behind() or ran_s() < end_s):  # noqa: ASYNC110 - a count, not an event
             await asyncio.sleep(LEAVE_LOOK_S)
         del self._leaving[engine]
         self._tasks.pop(engine).cancel()
@@ -199,7 +208,6 @@ class EnginePool(Pool):
         engine.set_down(asyncio.get_running_loop().time(), "removed", refusing=False)
         engine.forget_metrics()
         self._stores.update()
-        self._on_change()
         logger.info("%s (%s) has left", engine.url, engine.role)
 
     def set_role(
@@ -218,7 +226,6 @@ class EnginePool(Pool):
             engine.change_role(role, asyncio.get_running_loop().time())
             self._watches[engine].side_changed()
             assume_costs(engine, self._watches)
-        self._on_change()
 
     def inquiry(self, engine: BackendEngine) -> Inquiry:
         """Asks the engine."""
@@ -236,12 +243,12 @@ class EnginePool(Pool):
     def move(self, engine: BackendEngine, role: Role | None) -> None:
         """Note that the engine moves to this role; None: it is steady."""
         engine.role_state.moving = role
-        self._on_change()
 
     def drain(self, engine: BackendEngine, drains: bool) -> None:
-        """Set whether the engine drains: it finishes its requests and gets no new ones."""
+        """Set whether the engine drains, by an operator: it finishes its requests and gets no new ones."""
+        (self.drained.add if drains else self.drained.discard)(engine.url)
+        self.listed = Version(self.listed.number + 1, self.name)
         engine.draining = drains
-        self._on_change()
 
     async def close(self) -> None:
         tasks = [*self._tasks.values(), *self._leaving.values()]
@@ -254,21 +261,25 @@ class EnginePool(Pool):
         await self.caches.close()
 
     def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
-        # Every request improves the cost model a little. Publish the costs only when they have changed.
         if engine.learn(load, duration_s):
             for other in self._watches:
                 assume_costs(other, self._watches)
-            self._on_change()
 
     def _looked_at(self, engine: BackendEngine) -> None:
         """An engine's state may have changed."""
         assume_costs(engine, self._watches)
         if engine in self._watches:
             self._stores.update()
-        self._on_change()
 
     def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
-        self.caches.prefilled(engine, prompt, asyncio.get_running_loop().time())
+        hashes = self.caches.prefilled(engine, prompt, asyncio.get_running_loop().time())
+        if self.unsent_prompts is not None and len(hashes):
+            self.unsent_prompts.append((engine.url, hashes))
+
+    def prefilled_elsewhere(self, engine: BackendEngine, hashes: Hashes) -> None:
+        """Another router has sent the engine this prompt. `hashes`: as in `unsent_prompts`."""
+        now_s = asyncio.get_running_loop().time()
+        self.caches.prefixes.prefilled_blocks(engine.name, hashes, now_s)
 
     def describe(self) -> list[dict[str, Any]]:
         return [

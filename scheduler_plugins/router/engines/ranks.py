@@ -12,7 +12,7 @@ from multidict import CIMultiDict
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.exchange import EngineCall
 from scheduler_plugins.router.engines.kinds import Kind
-from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.policies.base import Request
 
@@ -24,7 +24,7 @@ is better."""
 
 
 def for_rank(
-    call: EngineCall, engine: BackendEngine, request: Request, prefixes: PrefixReader
+    call: EngineCall, engine: BackendEngine, request: Request, prefixes: Prefixes
 ) -> EngineCall:
     """The call of a request that one engine answers alone, sent to the rank with most of the prompt cached. The call
     is unchanged if that gains too little."""
@@ -35,7 +35,7 @@ def for_rank(
 
 
 def rank_of_prefill(
-    engine: BackendEngine, request: Request, prefixes: PrefixReader, headers: Mapping[str, str]
+    engine: BackendEngine, request: Request, prefixes: Prefixes, headers: Mapping[str, str]
 ) -> int | None:
     """The rank of a vLLM engine that computes a prompt for another engine, as an index in its addresses. The decode
     engine must know the rank in advance. Order: the rank that the client names, the rank with most of the prompt
@@ -61,7 +61,7 @@ def sent_to(call: EngineCall, rank: int) -> EngineCall:
     return replace(call, headers=headers)
 
 
-def _with_most(engine: BackendEngine, request: Request, prefixes: PrefixReader) -> int | None:
+def _with_most(engine: BackendEngine, request: Request, prefixes: Prefixes) -> int | None:
     """The rank of the engine's URL with most of the prompt cached; None if it gains too little."""
     prompt = request.hashes
     if len(engine.ranks) < 2 or not isinstance(prompt, PromptKeys):

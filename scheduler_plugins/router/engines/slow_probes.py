@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 
+from pd_connector.remedies import unread_in
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import Inquiry
@@ -123,7 +124,8 @@ class SlowProbes:
         self._last = reading
         engine.metrics.pulse.moved(reading.at_s, moved)
         problem = self._store_failure if engine.traffic.uses_pool else ""
-        engine.about = engine.about._replace(pool_problem=problem)
+        unread = unread_in(reading.totals)
+        engine.about = engine.about._replace(pool_problem=problem, weights=unread)
         if not engine.serves(Role.DECODE):
             engine.warning = ""
             return
@@ -159,7 +161,8 @@ def _count(engine: BackendEngine, handoffs: dict[str, int], now_s: float) -> Non
         before = engine.handoffs.get(outcome, 0)
         new = count - before if count >= before else count  # lower: the engine has restarted
         labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
-        engine.metrics.handoffs.labels(*labels).inc(new)
+        if engine.metrics.first_worker:
+            engine.metrics.handoffs.labels(*labels).inc(new)
         if new:
             engine.metrics.pulse.ended(now_s, {labels[0]: new})
     engine.handoffs = handoffs

@@ -7,19 +7,19 @@ their events itself, in the same way as a prompt.
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-Hashes = NDArray[np.uint64]
-"""One hash for each block, in order. No hash is 0."""
+Hashes = Sequence[int]
+"""One hash for each block, in order."""
 
+HASH_BYTES = 8
 TOKEN_BYTES = 4
 MOST_TOKEN = (1 << 32) - 1
 
@@ -47,9 +47,9 @@ def block_hashes(
     for n in range(count):
         if n < len(extras) and extras[n]:
             digest = xxh3_64_intdigest(extras[n], digest)
-        digest = xxh3_64_intdigest(view[n * step : (n + 1) * step], digest) or 1
+        digest = xxh3_64_intdigest(view[n * step : (n + 1) * step], digest)
         found.append(digest)
-    return np.array(found, np.uint64)
+    return found
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -69,8 +69,10 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 def token_list(tokens: bytes) -> list[int]:
     """The token ids of `token_bytes`' result."""
-    ids: list[int] = np.frombuffer(tokens, "<u4").tolist()
-    return ids
+    ids = array("I", tokens)
+    if sys.byteorder != "little":
+        ids.byteswap()
+    return ids.tolist()
 
 
 def extra_bytes(keys: Sequence[Any] | None) -> bytes:
@@ -94,9 +96,18 @@ def prompt_extras(adapter: str, salt: str) -> tuple[bytes, ...]:
 
 def text_hashes(digests: Sequence[bytes]) -> Hashes:
     """64-bit hashes from digests of 16 bytes (`admission.prompt.Prompt.chunks`)."""
-    found = np.frombuffer(b"".join(digests), "<u8")[::2].astype(np.uint64)
-    found[found == 0] = 1
-    return found
+    return [int.from_bytes(digest[:HASH_BYTES], "little") for digest in digests]
+
+
+def packed(hashes: Hashes) -> bytes:
+    """The hashes for another process: `HASH_BYTES` each, little-endian."""
+    return struct.pack(f"<{len(hashes)}Q", *hashes)
+
+
+def unpacked(content: bytes) -> Hashes:
+    """The hashes of `packed`'s result. A rest shorter than a hash is left out."""
+    count = len(content) // HASH_BYTES
+    return struct.unpack_from(f"<{count}Q", content)
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-
-import numpy as np
 
 from scheduler_plugins.router.index.blocks import BlockIndex
 from scheduler_plugins.router.index.events import (
@@ -17,15 +16,15 @@ from scheduler_plugins.router.index.events import (
     Stored,
 )
 from scheduler_plugins.router.index.hashes import (
-    Hashes,
     block_hashes,
     extra_bytes,
     token_bytes,
 )
-from scheduler_plugins.router.index.table import HashTable
 
 MOST_BLOCKS = 4_000_000
 """Most blocks that one engine can report. If it reports more, its whole part of the index is dropped as wrong."""
+
+_64_BITS = (1 << 64) - 1
 
 
 class HeldBlocks:
@@ -39,7 +38,7 @@ class HeldBlocks:
         """Reported blocks that cannot be placed, because the block before them is unknown."""
         self._index = index
         self._engine = engine
-        self._ours = HashTable()  # the engine's name of a block -> our hash
+        self._ours: dict[int, int] = {}  # the engine's name of a block -> our hash
         self._group: int | None = None
 
     @property
@@ -49,8 +48,8 @@ class HeldBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Size of the names in bytes. The index itself is shared by all engines."""
-        return self._ours.nbytes
+        """Size of the names in bytes. The hashes are those of the index."""
+        return sys.getsizeof(self._ours) + sys.getsizeof(1 << 63) * len(self._ours)
 
     def apply(self, batch: Batch) -> None:
         """Apply a batch to the index. Inconsistent events change nothing."""
@@ -71,7 +70,7 @@ class HeldBlocks:
     def clear(self) -> None:
         """Forget the engine's blocks."""
         self._index.clear(self._engine)
-        self._ours = HashTable()
+        self._ours = {}
         self._group = None
         self.unknown = 0
 
@@ -97,42 +96,27 @@ class HeldBlocks:
             return
         parent: int | None = None
         if event.parent_block_hash is not None:
-            found = self._translated([event.parent_block_hash])
-            if not len(found):
+            parent = self._ours.get(_name(event.parent_block_hash))
+            if parent is None:
                 self.unknown += len(names)
                 return
-            parent = int(found[0])
         try:
             tokens = token_bytes(event.token_ids)
         except ValueError:
             return
         hashes = block_hashes(tokens, size, _extras(event), parent)
         self.block_tokens = size
-        self._ours.put(_names(names), hashes)
+        self._ours.update(zip(map(_name, names), hashes, strict=True))
         self._index.store(self._engine, hashes)
 
     def _removed(self, names: Sequence[BlockName]) -> None:
-        if names:
-            self._index.remove(self._engine, self._translated(names, forget=True))
-
-    def _translated(self, names: Sequence[BlockName], *, forget: bool = False) -> Hashes:
-        """Our hashes of the known blocks among these."""
-        slots = self._ours.find(_names(names))
-        slots = slots[slots >= 0]
-        found: Hashes = self._ours.rows[slots, 0]
-        if forget:
-            self._ours.clear(slots)
-        known: Hashes = found[found != 0]
-        return known
+        gone = [self._ours.pop(_name(name), None) for name in names]
+        self._index.remove(self._engine, [one for one in gone if one is not None])
 
 
-def _names(names: Sequence[BlockName]) -> Hashes:
-    """64 bits of each name, which is enough to tell the blocks of one engine apart."""
-    found = [
-        int.from_bytes(name[:8], "big") if isinstance(name, bytes) else name & 0xFFFFFFFFFFFFFFFF
-        for name in names
-    ]
-    return np.array([name or 1 for name in found], np.uint64)
+def _name(name: BlockName) -> int:
+    """64 bits of a name, which is enough to tell the blocks of one engine apart."""
+    return int.from_bytes(name[:8], "big") if isinstance(name, bytes) else name & _64_BITS
 
 
 def _extras(event: Stored) -> tuple[bytes, ...]:

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from scheduler_plugins.router.index.blocks import BlockIndex, BlockReader
+from scheduler_plugins.router.index.blocks import BlockIndex
 from scheduler_plugins.router.index.events import Batch
 from scheduler_plugins.router.index.hashes import Hashes
 from scheduler_plugins.router.index.held import HeldBlocks
-from scheduler_plugins.router.index.prompt_keys import PromptKeys
+from scheduler_plugins.router.index.prompt_keys import NO_HASHES, PromptKeys
 from scheduler_plugins.router.index.recent import ASSUMED_BLOCKS, RecentBlocks
 from scheduler_plugins.router.index.stored import (
     InStore,
@@ -18,7 +18,6 @@ from scheduler_plugins.router.index.stored import (
     StorePlace,
     part_names,
 )
-from scheduler_plugins.router.index.table import Memory
 
 
 class EngineKeys(Protocol):
@@ -39,24 +38,25 @@ class PartState(NamedTuple):
     unknown: int  # reported blocks that could not be placed
 
 
-class PrefixReader:
-    """Tells how much of a prompt each engine has."""
+class Prefixes:
+    """The cached blocks of every engine: by its events if it sends any, else by the prompts it was sent.
 
-    def __init__(
-        self,
-        held: BlockReader,
-        recent: BlockReader,
-        by_events: Mapping[str, Iterable[int]],
-        asked: set[str] | None = None,
-    ) -> None:
-        """Read nothing yet.
+    An engine with events may have a guess as well, because prompts without tokens are known only by their text.
+    """
 
-        Args:
-            by_events: engines that `held` covers, with the data-parallel ranks that have sent events.
-            asked: receives the names of the engines that `recent` was asked about.
-        """
-        self._held_blocks, self._recent_blocks, self._by_events = held, recent, by_events
-        self._asked = set[str]() if asked is None else asked
+    def __init__(self) -> None:
+        self._held_index, self._recent_index = BlockIndex(), BlockIndex()
+        self._held: dict[str, dict[int, HeldBlocks]] = {}
+        self._recent: dict[str, RecentBlocks] = {}
+        self._stores: dict[str, StoredChunks] = {}
+        self._asked = set[str]()  # engines whose guess was looked up
+
+    @property
+    def nbytes(self) -> int:
+        """Total size in bytes."""
+        indexes = self._held_index.nbytes + self._recent_index.nbytes
+        held = sum(part.nbytes for parts in self._held.values() for part in parts.values())
+        return indexes + held + sum(part.nbytes for part in self._recent.values())
 
     def match(
         self, prompt: PromptKeys, engines: Sequence[EngineKeys], text_tokens: int, now_s: float
@@ -79,33 +79,33 @@ class PrefixReader:
 
     def in_store(self, prompt: PromptKeys, place: StorePlace) -> InStore:
         """How much of a prompt the store of a host has, for the model of this place in it."""
-        return InStore(*self._held_blocks.match(prompt.chunks(place), part_names(place.store)))
+        return InStore(*self._held_index.match(prompt.chunks(place), part_names(place.store)))
 
     def rank_with_most(
         self, prompt: PromptKeys, engine: EngineKeys, least_tokens: int
     ) -> int | None:
         """The data-parallel rank that has at least `least_tokens` more tokens of the prompt than any other rank. None
         if there is no such rank, or the engine has only one."""
-        ranks = list(self._by_events.get(engine.name, ()))
+        ranks = list(self._held.get(engine.name, ()))
         if len(ranks) < 2:
             return None
         names = [part_name(engine.name, rank) for rank in ranks]
-        matched = self._held_blocks.match(prompt.blocks(engine.block_tokens), names)
+        matched = self._held_index.match(prompt.blocks(engine.block_tokens), names)
         (second, _), (most, rank) = sorted(zip(matched, ranks, strict=True))[-2:]
         return rank if (most - second) * engine.block_tokens >= least_tokens else None
 
-    def _parts(self, index: BlockReader, engine: str) -> list[str]:
-        if index is not self._held_blocks:
+    def _parts(self, index: BlockIndex, engine: str) -> list[str]:
+        if index is not self._held_index:
             return [engine]
-        return [part_name(engine, rank) for rank in self._by_events.get(engine, ())]
+        return [part_name(engine, rank) for rank in self._held.get(engine, ())]
 
     def _questions(
         self, prompt: PromptKeys, engines: Sequence[EngineKeys], now_s: float
-    ) -> list[tuple[BlockReader, Hashes, list[int]]]:
+    ) -> list[tuple[BlockIndex, Hashes, list[int]]]:
         """One look-up for each index and block size, so engines with the same size share a look-up."""
         grouped: dict[tuple[bool, int], list[int]] = {}
         for n, engine in enumerate(engines):
-            held = prompt.tokens is not None and engine.name in self._by_events
+            held = prompt.tokens is not None and engine.name in self._held
             if not held:
                 self._asked.add(engine.name)
                 self._refresh(engine.name, now_s)
@@ -113,49 +113,12 @@ class PrefixReader:
             grouped.setdefault((held, size), []).append(n)
         return [
             (
-                self._held_blocks if held else self._recent_blocks,
+                self._held_index if held else self._recent_index,
                 prompt.blocks(size) if size else prompt.text,
                 which,
             )
             for (held, size), which in grouped.items()
         ]
-
-    def _refresh(self, engine: str, now_s: float) -> None:
-        """Update the guess for an engine."""
-
-
-class Prefixes(PrefixReader):
-    """The cached blocks of every engine: by its events if it sends any, else by the prompts it was sent.
-
-    An engine with events may have a guess as well, because prompts without tokens are known only by their text.
-    """
-
-    def __init__(
-        self, held_memory: Memory | None = None, recent_memory: Memory | None = None
-    ) -> None:
-        """Memories of the two tables. Other processes may read them. None: private memory."""
-        self._held_index, self._recent_index = BlockIndex(held_memory), BlockIndex(recent_memory)
-        self._held: dict[str, dict[int, HeldBlocks]] = {}
-        self._recent: dict[str, RecentBlocks] = {}
-        self._stores: dict[str, StoredChunks] = {}
-        super().__init__(self._held_index, self._recent_index, self._held)
-
-    @property
-    def by_events(self) -> dict[str, tuple[int, ...]]:
-        """Engines with events, and the ranks that sent them."""
-        return {engine: tuple(parts) for engine, parts in self._held.items()}
-
-    @property
-    def tables(self) -> tuple[BlockIndex, BlockIndex]:
-        """The index by events, and the guessed index."""
-        return self._held_index, self._recent_index
-
-    @property
-    def nbytes(self) -> int:
-        """Total size in bytes."""
-        indexes = self._held_index.nbytes + self._recent_index.nbytes
-        held = sum(part.nbytes for parts in self._held.values() for part in parts.values())
-        return indexes + held + sum(part.nbytes for part in self._recent.values())
 
     def told(self, engine: str, batch: Batch, rank: int = 0) -> None:
         """Apply events of a data-parallel rank of the engine."""
@@ -180,14 +143,23 @@ class Prefixes(PrefixReader):
         if found := self._stores.pop(store, None):
             found.drop()
 
-    def prefilled(self, engine: EngineKeys, prompt: PromptKeys, now_s: float) -> None:
-        """Note that the engine has computed a prompt. Events take precedence over this guess."""
+    def prefilled(self, engine: EngineKeys, prompt: PromptKeys, now_s: float) -> Hashes:
+        """Note that the engine has computed a prompt. Events take precedence over this guess.
+
+        Returns the hashes that another router needs for `prefilled_blocks`; none if no policy looks up this engine.
+        """
         if prompt.tokens is not None and engine.name in self._held:
-            return
-        recent = self._recent.get(engine.name)
+            return NO_HASHES
+        hashes = prompt.text if prompt.tokens is None else prompt.blocks(engine.block_tokens)
+        self.prefilled_blocks(engine.name, hashes, now_s)
+        return hashes if engine.name in self._asked else NO_HASHES
+
+    def prefilled_blocks(self, engine: str, hashes: Hashes, now_s: float) -> None:
+        """As `prefilled`, for a prompt that another router has sent."""
+        recent = self._recent.get(engine)
         if recent is None:
-            recent = self._recent[engine.name] = RecentBlocks(self._recent_index, engine.name)
-        recent.prefilled(_recent_keys(engine, prompt), now_s)
+            recent = self._recent[engine] = RecentBlocks(self._recent_index, engine)
+        recent.prefilled(hashes, now_s)
 
     def has_room(self, engine: str, blocks: int) -> None:
         """Set the engine's capacity in blocks of the size that `prefilled` uses; 0: not known."""
@@ -247,11 +219,6 @@ class Prefixes(PrefixReader):
             recent.settle()
         return PartState("recent", self._recent_index.blocks(engine) if recent else 0, 0)
 
-    def refresh(self, now_s: float) -> None:
-        """Update all guesses, because other processes read the tables directly."""
-        for engine in self._recent:
-            self._refresh(engine, now_s)
-
     def _refresh(self, engine: str, now_s: float) -> None:
         if recent := self._recent.get(engine):
             recent.settle()
@@ -261,7 +228,3 @@ class Prefixes(PrefixReader):
 def part_name(engine: str, rank: int) -> str:
     """The index's name for the cache of one data-parallel rank."""
     return f"{engine} rank {rank}" if rank else engine
-
-
-def _recent_keys(engine: EngineKeys, prompt: PromptKeys) -> Hashes:
-    return prompt.text if prompt.tokens is None else prompt.blocks(engine.block_tokens)

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import overload
 
-import numpy as np
-
 from pd_connector.pool.keys import CHUNK_TOKENS
 from scheduler_plugins.router.index.hashes import Hashes, block_hashes, text_hashes
 from scheduler_plugins.router.index.stored import StorePlace, chunk_hashes
 
-NO_HASHES: Hashes = np.empty(0, np.uint64)
+NO_HASHES: Hashes = ()
 
 
 class PromptKeys(Sequence[bytes]):

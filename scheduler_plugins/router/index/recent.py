@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from scheduler_plugins.router.index.blocks import BlockIndex
 from scheduler_plugins.router.index.hashes import Hashes
-from scheduler_plugins.router.index.table import HashTable
 
 TTL_S = 120.0
 """A block counts as evicted after this time without use."""
@@ -43,13 +41,13 @@ class RecentBlocks:
         self._noted: deque[_Noted] = deque()
         self._unsettled = 0  # number of last prompts that are not in the index yet
         self._noted_blocks = 0
-        self._used = HashTable()  # block -> the last noted prompt that has it, as its number + 1
+        self._used: dict[int, int] = {}  # block -> number of the last noted prompt that has it
         self._number = 0
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, without the index."""
-        return self._used.nbytes + 8 * self._noted_blocks
+        """Size in bytes, without the index and its hashes."""
+        return sys.getsizeof(self._used) + 8 * self._noted_blocks
 
     def prefilled(self, hashes: Hashes, now_s: float) -> None:
         """Note that the engine has computed a prompt with these blocks, so they are cached."""
@@ -64,21 +62,11 @@ class RecentBlocks:
 
     def settle(self) -> None:
         """Add the prompts noted since the last call to the index."""
-        if not self._unsettled:
-            return
         several = list(islice(reversed(self._noted), self._unsettled))[::-1]
         self._unsettled = 0
-        if len(several) == 1:
-            self._used.put(several[0].hashes, several[0].number)
-            self._index.store(self._engine, several[0].hashes)
-            return
-        hashes = np.concatenate([one.hashes for one in several])
-        numbers = np.repeat(
-            np.array([one.number for one in several], np.uint64),
-            [len(one.hashes) for one in several],
-        )
-        self._used.put(hashes, numbers)
-        self._index.store(self._engine, hashes)
+        for one in several:
+            self._used.update(dict.fromkeys(one.hashes, one.number))
+            self._index.store(self._engine, one.hashes)
 
     def forget(self, now_s: float) -> None:
         """Drop prompts that are too old, or exceed the capacity."""
@@ -92,14 +80,14 @@ class RecentBlocks:
             if len(self._noted) < self._unsettled:
                 self._unsettled -= 1
                 continue
-            slots = self._used.find(oldest.hashes)
-            last = self._used.rows[slots, 0] == np.uint64(oldest.number)
-            self._used.clear(slots[last])
-            self._index.remove(self._engine, oldest.hashes[last])
+            gone = {one for one in oldest.hashes if self._used.get(one) == oldest.number}
+            for one in gone:
+                del self._used[one]
+            self._index.remove(self._engine, [*gone])
 
     def clear(self) -> None:
         """The engine's cache is gone."""
         self._index.clear(self._engine)
         self._noted.clear()
         self._noted_blocks = self._unsettled = 0
-        self._used = HashTable()
+        self._used = {}

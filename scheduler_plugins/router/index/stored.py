@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from pd_connector.pool.keys import chain
 from scheduler_plugins.router.index.blocks import BlockIndex
-from scheduler_plugins.router.index.hashes import Hashes
+from scheduler_plugins.router.index.hashes import HASH_BYTES, Hashes, unpacked
 
 MEMORY = "memory"
 """Name of the fastest tier. All others are about as slow as a disk."""
@@ -109,14 +108,8 @@ def chunk_hashes(model: bytes, tokens: bytes, salt: str) -> Hashes:
     words.frombytes(tokens)
     if sys.byteorder == "big":
         words.byteswap()
-    return _shortened(b"".join(key[:8] for key in chain(model, words, salt=salt)))
+    return unpacked(b"".join(key[:HASH_BYTES] for key in chain(model, words, salt=salt)))
 
 
 def _hashes(keys: list[str]) -> Hashes:
-    return _shortened(b"".join(bytes.fromhex(key[:16]) for key in keys))
-
-
-def _shortened(heads: bytes) -> Hashes:
-    found = np.frombuffer(heads, "<u8").astype(np.uint64)
-    found[found == 0] = 1
-    return found
+    return unpacked(b"".join(bytes.fromhex(key[: 2 * HASH_BYTES]) for key in keys))

@@ -1,42 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the exchange with other routers beside the application."""
+"""Runs the exchange with other workers and routers beside the application."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
-from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.peer_routers.counts import SharedCounts, words_for
 from scheduler_plugins.router.peer_routers.load_exchange import PeerRouters
-from scheduler_plugins.router.peer_routers.memory import WORD_BYTES
-from scheduler_plugins.router.peer_routers.slots import EngineSlots
+from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
+from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.settings.config import RouterConfig
 
 
 @asynccontextmanager
 async def exchanging(
     config: RouterConfig,
-    counts: SharedCounts,
-    slots: EngineSlots,
     pool: EnginePool,
-    own: Callable[[BackendEngine], list[float]],
     metrics: Metrics,
-) -> AsyncIterator[None]:
-    """Exchange load with other routers inside the block, if the settings name any.
+    place: WorkerPlace | None,
+    waiting: Callable[[], Mapping[str, Front]],
+) -> AsyncIterator[PeerRouters]:
+    """Exchange load inside the block, if the router has several workers or the settings name other routers.
 
     Raises:
         OSError: the address `exchange` cannot be bound.
     """
-    if not (config.exchange or config.fellows):
-        yield
+    peers = PeerRouters(pool, metrics, key=config.router_key, place=place, waiting=waiting)
+    if not (config.exchange or config.fellows or place):
+        yield peers
         return
-    fellows = PeerRouters(counts, slots, pool, own, config.router_key, metrics)
-    task = asyncio.create_task(fellows.run(config.exchange, config.fellows), name="fellows")
+    task = asyncio.create_task(peers.run(config.exchange, config.fellows), name="load exchange")
     await asyncio.sleep(0)
     if task.done():
         error = task.exception()
@@ -48,19 +45,8 @@ async def exchanging(
             f"{config.exchange} (exchange): {do.get(getattr(error, 'errno', None) or 0, error)}"
         )
     try:
-        yield
+        await peers.introduced()
+        yield peers
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def exchanging_alone(
-    config: RouterConfig, pool: EnginePool, metrics: Metrics
-) -> AbstractAsyncContextManager[None]:
-    """As `exchanging`, for a router with a single process."""
-    counts = SharedCounts(bytearray(WORD_BYTES * words_for(0)), None)
-
-    def own(engine: BackendEngine) -> list[float]:
-        return list(engine.load.counts())
-
-    return exchanging(config, counts, EngineSlots(counts), pool, own, metrics)

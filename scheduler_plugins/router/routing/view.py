@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, inf
 
-from scheduler_plugins.router.index.prefixes import PrefixReader
+from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.index.stored import MEMORY, StorePlace
 from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
@@ -19,7 +19,7 @@ class LiveView:
     def __init__(
         self,
         engines: Mapping[Role, Sequence[EngineView]],
-        prefixes: PrefixReader,
+        prefixes: Prefixes,
         now_s: float,
         places: Mapping[str, StorePlace] | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class HostStore:
         self.block_tokens = self._place.chunk_tokens
         self._slow = 0  # chunks of the last prompt that are not in memory
 
-    def match(self, prefixes: PrefixReader, prompt: PromptKeys) -> int:
+    def match(self, prefixes: Prefixes, prompt: PromptKeys) -> int:
         """Leading chunks of the prompt that are there."""
         chunks, in_memory = prefixes.in_store(prompt, self._place)
         self._slow = chunks - in_memory

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of the router."""
 
-import os
 import re
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -210,7 +210,7 @@ class RouterConfig:
                 raise ValueError(f"{setting.name} {value}: must be 1 or more")
         if self.workers > MOST_WORKERS:
             raise ValueError(f"workers {self.workers}: must be {MOST_WORKERS} at most")
-        if self.workers > 1 and not hasattr(os, "memfd_create"):
+        if self.workers > 1 and not hasattr(signal, "sigtimedwait"):
             raise ValueError(f"workers {self.workers}: more than 1 is possible on Linux only")
         if self.bodies_mib < self.body_mib:
             raise ValueError(

@@ -1,255 +1,272 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that watches the engines and keeps the index for all workers. It serves no client."""
+"""Starts the workers of a router, starts those that end again, and ends all. It serves no client and watches no engine.
+
+Workers are forks, so they share the memory of the code, and start at once. The supervisor therefore has no event loop
+and no thread.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import logging
-from contextlib import suppress
-from dataclasses import replace
-from itertools import count
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
+from pathlib import Path
 
 from scheduler_plugins.router.client.admin_auth import AdminAuth
-from scheduler_plugins.router.engines.caches import EngineCaches
-from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
-from scheduler_plugins.router.engines.observed import note
-from scheduler_plugins.router.engines.others import Count
-from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.index.prefixes import Prefixes
-from scheduler_plugins.router.index.prompt_keys import PromptKeys
-from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.peer_routers.counts import SharedCounts, words_for
-from scheduler_plugins.router.peer_routers.memory import SharedWords
-from scheduler_plugins.router.peer_routers.slots import EngineSlots
-from scheduler_plugins.router.roles.base import Front
+from scheduler_plugins.router.peer_routers.all_metrics import note_end
+from scheduler_plugins.router.peer_routers.counts import clear_row, new_table
+from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
+from scheduler_plugins.router.server import cannot_listen, say_running
 from scheduler_plugins.router.settings.config import RouterConfig
-from scheduler_plugins.router.workers import messages
-from scheduler_plugins.router.workers.child import Child
-from scheduler_plugins.router.workers.link import encode
-from scheduler_plugins.router.workers.merging import added, counters_only, families_of, merged
-from scheduler_plugins.router.workers.messages import FromWorker
-from scheduler_plugins.router.workers.state import state_of
-from scheduler_plugins.router.workers.tables import TableMemory
+from scheduler_plugins.router.settings.settings_file import SettingsFile
+from scheduler_plugins.router.workers.worker import LISTENING, Pipes, work
 
 logger = logging.getLogger(__name__)
 
-TOGETHER_S = 0.02
-"""Changes within this time are sent to the workers together."""
-EVERY_S = 1.0
-"""Interval at which workers learn the sizes of caches, and old guesses are forgotten."""
-SAMPLES_LIMIT_S = 2.0
-"""Longest wait for a worker's metrics. After that, its last report is used."""
-_DIGEST_BYTES = 16
+STEADY_S = 10.0
+"""A worker that served for at least this time is restarted at once. A worker that ends earlier is restarted after a
+pause."""
+LONGEST_PAUSE_S = 30.0
+_GRACE_S = 5.0
+_LOOK_S = 0.05
+"""Pause between two looks whether a worker listens, or is due."""
+_MOST_REASON_BYTES = 4096
+_FORKS = get_context("fork")
+
+
+def supervise(config: RouterConfig, settings: SettingsFile | None = None) -> None:
+    """Run the router in several processes until SIGINT, SIGTERM or SIGHUP. Raises OSError if it cannot listen."""
+    with ExitStack() as stack:
+        ends = stack.enter_context(_awaited_signals())
+        port = stack.enter_context(_reserved(config.host, config.port))
+        admin_port = config.admin_port
+        if admin_port is not None:
+            admin_port = stack.enter_context(_reserved(config.admin_host, admin_port, "admin-"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-router-")))
+        auth = AdminAuth(config.admin_key)
+        each = replace(
+            config,
+            port=port,
+            admin_port=admin_port,
+            admin_key=auth.token,
+            connections=-(-config.connections // config.workers),
+            bodies_mib=max(config.body_mib, config.bodies_mib // config.workers),
+        )
+        supervisor = Supervisor(each, settings, folder)
+        stack.callback(supervisor.close)
+        gc.freeze()  # a collection would write to the pages that workers share
+        supervisor.start()
+        if not supervisor.until_listening(ends):
+            return
+        say_running(config, port)
+        stack.enter_context(auth.published(config, port))
+        supervisor.keep(ends)
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One worker's place, and the process in it."""
+
+    number: int
+    process: ForkProcess | None = None
+    """None: no process runs."""
+    report: int = -1
+    """Our end of the pipe for `worker.Pipes.report`."""
+    listens: bool = False
+    reason: str = ""
+    """Why it could not listen; empty: that is not known."""
+    begun_s: float = 0.0
+    due_s: float = 0.0
+    """When it is started again, if no process runs."""
+    pause_s: float = 0.0
+    ends: int = 0
+    """How often a process has ended."""
 
 
 class Supervisor:
-    """All engines, the index and the workers of one router."""
+    """The workers of one router."""
 
-    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
-        self._config = config
-        self._metrics = metrics
-        self._memory = SharedWords(words_for(config.workers))
-        self.counts = SharedCounts(self._memory.map, None)
-        self.slots = EngineSlots(self.counts)
-        self.changed = asyncio.Event()
-        """Set when the workers must hear of a change."""
-        self._held, self._recent = TableMemory(self.changed.set), TableMemory(self.changed.set)
-        self.caches = EngineCaches(Prefixes(self._held, self._recent))
-        self.pool: EnginePool
-        """Set before anything else is called."""
-        self.children = [
-            Child(row, self._begin, self._heard, self._ended)
-            for row in range(1, 1 + config.workers)
-        ]
-        self._ids: dict[BackendEngine, int] = {}
-        self._numbers = count(1)
-        self._wanted: dict[int, set[Child]] = {}
-        self._told: dict[int, asyncio.Event] = {}
-        self._gone: tuple[messages.Family, ...] = ()
-        self._told_last = b""
-        self._refreshing = False
-        self._asking = set[asyncio.Task[None]]()
-        self.port = config.port
-        self.operator = AdminAuth(config.admin_key)
+    def __init__(self, config: RouterConfig, settings: SettingsFile | None, folder: Path) -> None:
+        """Start nothing yet.
 
-    def use(self, config: RouterConfig) -> None:
-        """The settings have changed."""
-        self._config = config
-        self.pool.use(config)
-        for child in self.children:
-            child.send(messages.Configured(self._for_worker()))
+        Args:
+            config: the settings of one worker.
+            folder: for the workers' sockets and metrics.
+        """
+        self._config, self._settings, self._folder = config, settings, folder
+        self._router_id = secrets.token_hex(8)
+        self._counts = new_table(config.workers)
+        self.workers = [_Worker(number) for number in range(config.workers)]
+        # Workers wait at the other end: the system closes ours when this process ends, whatever its end.
+        self._theirs, self._ours = os.pipe()
 
-    async def tell(self) -> None:
-        """Send the engines and the last minutes to the workers whenever something has changed, until cancelled."""
-        loop = asyncio.get_running_loop()
-        beats = messages.Beats(())
+    def start(self) -> None:
+        """Start all workers."""
+        for one in self.workers:
+            self._start(one)
+
+    def until_listening(self, ends: set[signal.Signals]) -> bool:
+        """Wait until all workers listen. Returns False if a signal ends the router first. Raises OSError: a worker cannot
+        listen."""
+        while not all(one.listens for one in self.workers):
+            if _signal(ends, _LOOK_S):
+                return False
+            self._look()
+            for one in self.workers:
+                if one.reason:
+                    raise OSError(one.reason)
+        return True
+
+    def keep(self, ends: set[signal.Signals]) -> None:
+        """Start workers that end again, until a signal ends the router."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(EVERY_S):
-                    await self.changed.wait()
-            self.changed.clear()
-            self.caches.prefixes.refresh(loop.time())
-            content = encode(self._engines())
-            if content != self._told_last:
-                self._told_last = content
-                for child in self.children:
-                    child.send_encoded(content)
-            if (now := messages.Beats(self.pool.metrics.pulse.beats(loop.time()))) != beats:
-                beats = now
-                for child in self.children:
-                    child.send(beats)
-            await asyncio.sleep(TOGETHER_S)
+            due = [one.due_s for one in self.workers if one.process is None]
+            wait_s = max(0.0, min(due) - time.monotonic()) if due else None
+            if not all(one.listens for one in self.workers):
+                wait_s = _LOOK_S
+            if _signal(ends, wait_s):
+                return
+            self._look()
 
     def close(self) -> None:
-        for memory in (self._memory, self._held, self._recent):
-            memory.close()
+        """Let all workers finish their requests and end. Kill those that take longer than they may."""
+        until_s = time.monotonic() + self._config.shutdown_timeout_s + _GRACE_S
+        for one in self.workers:
+            if one.process is not None:
+                one.process.terminate()
+        for one in self.workers:
+            while one.process is not None and not self._has_ended(one):
+                if time.monotonic() > until_s:
+                    one.process.kill()
+                _signal(set(), _LOOK_S)
+        for end in (self._ours, self._theirs):
+            os.close(end)
 
-    def _engines(self) -> messages.Engines:
-        self._number_engines()
-        held, recent = self.caches.prefixes.tables
-        return messages.Engines(
-            tuple(
-                state_of(number, self.slots.place(engine), engine, self.caches.describe(engine))
-                for engine, number in self._ids.items()
-            ),
-            self._held.state(held),
-            self._recent.state(recent),
-            self.caches.prefixes.by_events,
-            tuple(self.pool.decisions),
+    def _start(self, one: _Worker) -> None:
+        theirs, ours = -1, -1
+        one.begun_s, one.listens = time.monotonic(), False
+        try:
+            ours, theirs = os.pipe()
+            process = _FORKS.Process(target=self._work, args=(one, ours, theirs))
+            process.start()
+        except OSError as error:  # out of memory, processes or files; a later try may succeed
+            logger.error("worker %d cannot be started: %s", one.number, error)
+            for end in (ours, theirs):
+                if end >= 0:
+                    os.close(end)
+            self._plan(one)
+            return
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        one.process, one.report = process, ours
+
+    def _work(self, one: _Worker, ours: int, theirs: int) -> None:
+        """Be the worker. `ours`, `theirs`: the two ends of its pipe for reports."""
+        for end in (self._ours, ours):
+            os.close(end)
+        place = WorkerPlace(
+            self._router_id, self._folder, one.number, len(self.workers), self._counts, one.ends > 0
         )
-
-    def _number_engines(self) -> None:
-        known = self.pool.engines
-        self.slots.follow(known)
-        for engine in self._ids.keys() - set(known):
-            del self._ids[engine]
-        for engine in known:
-            if engine not in self._ids:
-                self._ids[engine] = next(self._numbers)
-
-    def sent(self, engine: BackendEngine) -> list[float]:
-        """The sums of all workers' counts for an engine, in the order of `Count`."""
-        slot = self.slots.of(engine)
-        rows = [child.row for child in self.children]
-        return [0.0] * len(Count) if slot is None else self.counts.totals(slot, rows)
-
-    def waiting(self) -> dict[str, Front]:
-        """What waits in the workers' front queues, by group."""
-        found = dict[str, Front]()
-        for child in self.children:
-            for group, one in child.front.items():
-                other = found.get(group, Front())
-                found[group] = Front(
-                    one.requests + other.requests,
-                    one.tokens + other.tokens,
-                    max(one.oldest_s, other.oldest_s),
-                )
-        return found
-
-    def _for_worker(self) -> RouterConfig:
-        """The settings of one worker. The router's limits are divided among the workers."""
         config = self._config
-        each = config.workers
-        return replace(
-            config,
-            port=self.port,
-            admin_port=None,
-            admin_key=self.operator.token,
-            exchange="",
-            fellows=(),
-            connections=-(-config.connections // each),
-            bodies_mib=max(config.body_mib, config.bodies_mib // each),
-        )
+        if not place.is_first:
+            config = replace(config, admin_port=None)
+        sys.exit(work(config, self._settings, place, Pipes(self._theirs, theirs)))
 
-    def _begin(self, child: Child) -> tuple[messages.Begin, messages.Engines, messages.Beats]:
-        level = logging.getLogger().level
-        begin = messages.Begin(self._for_worker(), child.row, self._memory.ref, level)
-        beats = self.pool.metrics.pulse.beats(asyncio.get_running_loop().time())
-        return begin, self._engines(), messages.Beats(beats)
-
-    def _ended(self, child: Child) -> None:
-        self.counts.clear_row(child.row)
-        child.front = {}
-        self._gone = added(self._gone, counters_only(child.families))
-        child.families = ()
-        for number, waited_for in self._wanted.items():
-            waited_for.discard(child)
-            if not waited_for:
-                self._told[number].set()
-        self._metrics.worker_restarts.inc()
-
-    def _heard(self, child: Child, message: FromWorker) -> None:
-        if isinstance(message, messages.Listening):
-            logger.info("worker %d serves (process %d)", child.row, message.pid)
-        elif isinstance(message, messages.Samples):
-            self._sampled(child, message)
-        elif isinstance(message, messages.Happened):
-            child.front = message.front
-            note(self.pool.history, message.events, asyncio.get_running_loop().time())
-        elif isinstance(message, messages.MetricsWanted):
-            task = asyncio.create_task(self._answer(child, message.number))
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+    def _read(self, one: _Worker) -> None:
+        """Read whether the worker listens."""
+        try:
+            told = os.read(one.report, _MOST_REASON_BYTES)
+        except BlockingIOError:
+            return
+        if told == LISTENING:
+            one.listens = True
+            assert one.process is not None
+            logger.info("worker %d serves (process %s)", one.number, one.process.pid)
         else:
-            self._of_engine(message)
+            one.reason = told.decode(errors="replace")
 
-    def _of_engine(
-        self, message: messages.Failed | messages.Moved | messages.Prefilled | messages.Learnt
-    ) -> None:
-        engine = next((e for e, number in self._ids.items() if number == message.engine), None)
-        if engine is None:
-            return  # it has left
-        if isinstance(message, messages.Failed | messages.Moved):
-            # The worker has already changed its own view of the engine. Send the state again, even if it is unchanged
-            # here.
-            self._told_last = b""
-        if isinstance(message, messages.Failed):
-            self.pool.check(engine, _failure(message))
-        elif isinstance(message, messages.Moved):
-            self.pool.confirm(engine, message.rank, message.seen)
-        elif isinstance(message, messages.Learnt):
-            self.pool.learnt(engine, message.load, message.duration_s)
-        else:
-            text = message.text
-            digests = [text[n : n + _DIGEST_BYTES] for n in range(0, len(text), _DIGEST_BYTES)]
-            prompt = PromptKeys(digests, message.tokens, message.extras)
-            self.pool.prefilled(engine, prompt)
-            if not self._refreshing:
-                # Prompts that come together are added to the index together.
-                self._refreshing = True
-                asyncio.get_running_loop().call_soon(self._refresh)
+    def _look(self) -> None:
+        """Note which workers listen, and start those that have ended and are due."""
+        for one in self.workers:
+            if one.process is not None and not one.listens:
+                self._read(one)
+            if one.process is not None and self._has_ended(one):
+                self._plan(one)
+            if one.process is None and time.monotonic() >= one.due_s:
+                self._start(one)
 
-    def _refresh(self) -> None:
-        self._refreshing = False
-        self.caches.prefixes.refresh(asyncio.get_running_loop().time())
+    def _has_ended(self, one: _Worker) -> bool:
+        assert one.process is not None
+        if (status := one.process.exitcode) is None:
+            return False
+        logger.warning("worker %d has ended (status %d)", one.number, status)
+        if not one.listens:
+            self._read(one)
+        os.close(one.report)
+        one.process.close()
+        note_end(self._folder, one.number)
+        clear_row(self._counts, one.number)
+        one.process, one.report, one.listens, one.ends = None, -1, False, one.ends + 1
+        return True
 
-    async def _answer(self, child: Child, number: int) -> None:
-        """Send a worker the metrics of all processes."""
-        own = next(self._numbers)
-        waited_for = self._wanted[own] = {one for one in self.children if one.listening.is_set()}
-        told = self._told[own] = asyncio.Event()
-        for one in list(waited_for):
-            one.send(messages.SamplesWanted(own))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SAMPLES_LIMIT_S):
-                await told.wait()
-        del self._wanted[own], self._told[own]
-        self._metrics.workers.set(sum(one.listening.is_set() for one in self.children))
-        parts = [self._gone, *(one.families for one in self.children)]
-        text = merged([*parts, families_of(self._metrics.registry)])
-        child.send(messages.Metrics(number, text))
-
-    def _sampled(self, child: Child, message: messages.Samples) -> None:
-        child.families = message.families
-        waited_for = self._wanted.get(message.number)
-        if waited_for is not None:
-            waited_for.discard(child)
-            if not waited_for:
-                self._told[message.number].set()
+    def _plan(self, one: _Worker) -> None:
+        """Set when the worker is started again."""
+        now_s = time.monotonic()
+        steady = now_s - one.begun_s > STEADY_S
+        wait_s = 0.0 if steady else min(LONGEST_PAUSE_S, one.pause_s)
+        one.pause_s = 0.0 if steady else max(0.5, 2 * wait_s)
+        one.due_s = now_s + wait_s
+        logger.warning("worker %d is started again in %g s", one.number, wait_s)
 
 
-def _failure(message: messages.Failed) -> EngineFailedError:
-    if message.refused is None:
-        return EngineFailedError(message.cause, message.message)
-    return UnreachableError(message.message, refused=message.refused)
+def _signal(ends: set[signal.Signals], wait_s: float | None) -> bool:
+    """Wait for a signal, `wait_s` at most (None: without a limit). Returns whether the router must end."""
+    awaited = ends | {signal.SIGCHLD}
+    if wait_s is None:
+        return signal.sigwaitinfo(awaited).si_signo in ends
+    found = signal.sigtimedwait(awaited, wait_s)
+    return found is not None and found.si_signo in ends
+
+
+@contextmanager
+def _awaited_signals() -> Iterator[set[signal.Signals]]:
+    """Have the signals that end the router wait until `_signal` takes them. `nohup` has SIGHUP ignored."""
+    ends = {signal.SIGINT, signal.SIGTERM}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ends.add(signal.SIGHUP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends | {signal.SIGCHLD})
+    try:
+        yield ends
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _reserved(host: str, port: int, of: str = "") -> Iterator[int]:
+    """The port, reserved for workers. Raises OSError if another process has it. `of`: as in `cannot_listen`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as alone:
+        # Another router's workers could share the port with ours, so check first that it is free.
+        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            alone.bind((host, port))
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid name
+            raise cannot_listen(host, port, error, of) from None
+        if port:
+            alone.listen(1)
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+        yield held.getsockname()[1]

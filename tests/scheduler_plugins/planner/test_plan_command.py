@@ -17,7 +17,7 @@ from plan_cases import CONFIG, TWO_NODES, requests
 from pd_connector.tools.cli.app import main as check
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.planner import files
-from scheduler_plugins.planner.command import _generated
+from scheduler_plugins.planner.command import _generated, _served
 from scheduler_plugins.planner.estimate import read_model
 from scheduler_plugins.planner.goodput import Promise
 from scheduler_plugins.planner.inventory import load
@@ -240,6 +240,13 @@ def test_a_measured_profile_is_called_measured_and_force_says_so_on_the_page(
     (folder / "tp1.yaml").write_text(MEASURED.replace("decode: 0.03", "decode: 0.3"))
     assert plan(folder, *given, "--force") == 0
     assert "error 30% (decode)" in (folder / "out/plan.md").read_text()
+
+
+def test_engines_serve_the_folder_that_has_the_weights(folder: Path) -> None:
+    assert _served(str(folder / "config.json")) == ""
+    assert _served("") == ""
+    (folder / "model.safetensors").touch()
+    assert _served(str(folder / "config.json")) == _served(str(folder)) == str(folder)
 
 
 def test_traces_that_say_nothing_are_refused(folder: Path, capsys) -> None:

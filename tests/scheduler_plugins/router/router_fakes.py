@@ -30,7 +30,7 @@ DEADLINE_S = 100.0
 """Ends a test that hangs; far more than the slowest one takes on a busy machine."""
 CONTEXT_TOKENS = 4096
 PATIENT = {
-    "endpoints.backend.CONNECT_S": DEADLINE_S,
+    "engines.sessions.CONNECT_S": DEADLINE_S,
     "engines.inquiry.PROBE_S": DEADLINE_S,
     "engines.watch.PROBE_RETRY_S": 0.2,
     "handoff.prefill.REFUSAL_GRACE_S": 0.3,

@@ -79,7 +79,7 @@ def test_the_share_that_overflowed_is_of_ten_minutes_and_of_twenty_prompts_at_le
 
 
 def test_another_process_gets_the_same_periods() -> None:
-    """Workers show what their keeper has seen."""
+    """A worker that is started again shows what the one before it has seen."""
     pulse, worker = RecentHistory(), RecentHistory()
     pulse.note(1.0, "prefilled", (10.0, 0.5, 1.0))
     pulse.ended(1.0, {"cached": 2.0})

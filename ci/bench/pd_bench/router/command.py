@@ -15,6 +15,7 @@ from pd_bench.command_output import BAR_MISSED, exit_codes, report
 from pd_bench.report import BenchError
 from pd_bench.router import deaths as dying
 from pd_bench.router import overload as overloaded
+from pd_bench.router import processes as multiplied
 from pd_bench.router import rotations, scaled, truth, truth_engines
 from pd_bench.router import two as doubled
 from pd_bench.router.contenders import OURS, Ours, peers, version
@@ -160,6 +161,34 @@ def two_routers(
         ours = Ours(OURS, policy=policy)
         comparisons = doubled.compare(ours, sent, rounds, speed, _say(stderr))
     report([("one router", comparisons)], [_played(speed)], json)
+
+
+@app.command("workers")
+def several_processes(
+    trace: Trace,
+    policy: Policy = DEFAULT,
+    processes: Annotated[int, typer.Option(min=2, help="Processes of the router.")] = 4,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the packages of another version; otherwise one process.",
+            show_default=False,
+        ),
+    ] = None,
+    requests: Requests = 1000,
+    rounds: Rounds = 3,
+    speed: Speed = 5.0,
+    json: Json = None,
+) -> None:
+    """A router in several processes beside another version, or one process: TTFT, CPU time of all processes, memory.
+
+    CPU time counts what the router does beside requests, too. Exit code 1 when a bar is missed.
+    """
+    stderr = Console(stderr=True)
+    with exit_codes(stderr), terminate_as_interrupt():
+        sent = scaled.sent(_read(trace, requests, rate=0.8 * CAPACITY))
+        rows = multiplied.compare(policy, processes, baseline, sent, rounds, speed, _say(stderr))
+    report([("baseline", rows)], [_played(speed)], json)
 
 
 @app.command("deaths")

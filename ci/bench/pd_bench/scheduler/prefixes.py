@@ -81,7 +81,7 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
 def _match_times(index: BlockIndex, length: int, rounds: int) -> list[float]:
     """Seconds of each look-up of a prompt. Every engine has another share of it."""
     random, names = np.random.default_rng(length), list(index.engines)
-    prompt: Hashes = random.integers(1, 2**63, length).astype(np.uint64)
+    prompt: Hashes = random.integers(1, 2**63, length).tolist()
     for n, name in enumerate(names):
         index.store(name, prompt[: length * (n % 8) // 8])
     times = []

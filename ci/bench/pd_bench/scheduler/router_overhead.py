@@ -2,7 +2,7 @@
 """CPU time that the router takes for a request and for a streamed event, in one process and in two.
 
 Real processes on this machine: mock engines that answer at once, the router, and clients that keep their connections.
-CPU time is counted for all processes of the router, including the keeper of the workers. So other programs change
+CPU time is counted for all processes of the router, including the supervisor of the workers. So other programs change
 little.
 """
 

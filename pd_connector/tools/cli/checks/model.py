@@ -25,7 +25,7 @@ def check(model: str) -> list[Finding]:
     area = f"model {model}"
     try:
         config = json.loads(_config_of(model).read_text())
-        architectures = [str(one) for one in config["architectures"]]
+        architectures = [str(name) for name in config["architectures"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         advice = "give a folder with a config.json that has architectures, or the name of a downloaded model"
         return [Finding(area, "config.json", Status.FAIL, str(error), advice)]
@@ -33,25 +33,25 @@ def check(model: str) -> list[Finding]:
 
 
 def _findings(area: str, architectures: list[str]) -> list[Finding]:
-    known = find(architectures)
+    model = find(architectures)
     named = ", ".join(architectures)
-    if known is None:
-        unknown = f"{named}: not in the table of models"
+    if model is None:
+        detail = f"{named}: not in the table of models"
         advice = "start an engine with it: what cannot be moved is refused by name at the start"
-        return [Finding(area, "architecture", Status.WARN, unknown, advice)]
-    nowhere = known.vllm.standing is known.sglang.standing is Standing.REFUSED
-    architecture = f"{named} ({known.names}): {known.cache}"
+        return [Finding(area, "architecture", Status.WARN, detail, advice)]
+    nowhere = model.vllm.standing is model.sglang.standing is Standing.REFUSED
+    architecture = f"{named} ({model.names}): {model.cache}"
     return [
         Finding(area, "architecture", Status.FAIL if nowhere else Status.OK, architecture),
-        _finding(area, "vLLM", known.vllm),
-        _finding(area, "SGLang", known.sglang),
+        _finding(area, "vLLM", model.vllm),
+        _finding(area, "SGLang", model.sglang),
     ]
 
 
 def _finding(area: str, engine: str, support: Support) -> Finding:
     said = _SAID[support.standing]
-    found = f"{said}. {support.why}" if support.why else said
-    return Finding(area, engine, _STATUS[support.standing], found, support.remedy)
+    detail = f"{said}. {support.why}" if support.why else said
+    return Finding(area, engine, _STATUS[support.standing], detail, support.remedy)
 
 
 def _config_of(model: str) -> Path:
@@ -61,13 +61,13 @@ def _config_of(model: str) -> Path:
         return path
     if path.is_dir():
         return path / "config.json"
-    found: Any = None
+    cached: Any = None
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(model, "config.json")
+        cached = try_to_load_from_cache(model, "config.json")
     except (ImportError, ValueError):  # not installed, or no name of a model
         pass
-    if not isinstance(found, str):
+    if not isinstance(cached, str):
         raise FileNotFoundError(f"{model}: no such folder, and not in Hugging Face's cache here")
-    return Path(found)
+    return Path(cached)

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pd_connector.kv.model import draft_problem, model_problem
+from pd_connector.kv.model import draft_problem, model_problem, unread_problem
 from pd_connector.protocol.wire.about import About, apart
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
@@ -55,6 +55,10 @@ def _compare(first: EngineReport, other: EngineReport) -> Finding | None:
     if problem := _schema_problem(first.url, ours, other.url, theirs):
         return Finding(AREA, "wire schema", Status.FAIL, *problem)
     if ours.model is not None and theirs.model is not None:
+        if text := unread_problem(ours.model, theirs.model):
+            text = text.replace("the producer", first.url).replace("the consumer", other.url)
+            advice = "no KV passes until then: try again in a while (a pd-connector of before never says that it has)"
+            return Finding(AREA, "models", Status.WARN, text, advice)
         text = model_problem(ours.model, theirs.model)
         text = text.replace("the producer", first.url).replace("the consumer", other.url)
         if text:
@@ -87,6 +91,8 @@ def _drafts(source: EngineReport, target: EngineReport) -> Finding | None:
     """Whether an engine that drafts takes no KV from another one, which does not have its draft model."""
     ours, theirs = source.about.model, target.about.model
     if not source.produces or ours is None or theirs is None or not theirs.draft:
+        return None
+    if unread_problem(ours, theirs):
         return None
     if not (problem := draft_problem(ours, theirs)):
         return None

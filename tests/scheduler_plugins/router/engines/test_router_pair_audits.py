@@ -108,6 +108,25 @@ def test_an_engine_that_comes_up_anew_is_audited_again() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_no_pair_is_audited_before_both_engines_have_read_their_weights(side: str) -> None:
+    """It would end without a verdict."""
+    unread = "pd_connector:weights_bytes 16e9\npd_connector:weights_read_bytes 3e9\n"
+
+    async def scenario() -> None:
+        pairs = ours(1, 1)
+        reads = getattr(pairs, side)[0]
+        known = reads.metrics
+        reads.metrics = f"{known or ''}{unread}"
+        async with pairs:
+            await asyncio.sleep(0.3)
+            assert pairs.p[0].bodies == pairs.d[0].bodies == []
+            reads.metrics = f"{known or ''}{unread.replace('3e9', '16e9')}"
+            await until(lambda: len(pairs.d[0].bodies) == 1, "its first prompt")
+
+    run(scenario())
+
+
 def test_an_engine_that_compares_nothing_is_sent_nothing() -> None:
     async def scenario() -> None:
         world = World(1, 1)

@@ -10,6 +10,7 @@ from router_fakes import World, run, until
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.engines import slow_probes as looks
+from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import Arrivals, Inquiry
 from scheduler_plugins.router.engines.traffic import (
@@ -114,6 +115,25 @@ def test_a_rate_of_before_is_not_shown_as_present(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(Inquiry, "arrivals", fail)
             await until(lambda: known.traffic == Traffic(), "nothing is known any more")
             assert known.up
+
+    run(scenario())
+
+
+def test_health_says_how_far_an_engine_has_read_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
+    text = 'pd_connector:weights_bytes{{engine="0"}} 16e9\npd_connector:weights_read_bytes{{engine="0"}} {}\n'
+
+    async def scenario() -> None:
+        async with World() as world:
+            world.d[0].metrics = text.format("3.1e9")
+            known = world.known(world.d[0])
+            await until(lambda: known.about.weights, "it is read")
+            assert described(known)["weights"] == "weights read 3.1 of 16.0 GB"
+            world.d[0].metrics = text.format("16e9")
+            await until(lambda: not known.about.weights, "all is read")
+            assert "weights" not in described(known)
 
     run(scenario())
 

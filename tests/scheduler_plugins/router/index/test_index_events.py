@@ -210,9 +210,9 @@ def test_several_prompts_settle_together_when_somebody_asks() -> None:
     others = [[1000 * n, *TOKENS[1:]] for n in range(1, 4)]
     for n, tokens in enumerate([TOKENS, *others, TOKENS]):
         prefixes.prefilled(A, prompt(tokens), float(n))
-    assert prefixes.tables[1].blocks("a") == 0
+    assert prefixes._recent_index.blocks("a") == 0
     assert [found(prefixes, prompt(tokens))[0] for tokens in (TOKENS, *others)] == [4] * 4
-    assert prefixes.tables[1].blocks("a") == 16
+    assert prefixes._recent_index.blocks("a") == 16
     # The first prompt was used again at 4: it outlives those that were used at 3.
     assert prefixes.match(prompt(TOKENS), [A], 64, 123.5) == [4]
     assert prefixes.match(prompt(others[2]), [A], 64, 123.5) == [0]

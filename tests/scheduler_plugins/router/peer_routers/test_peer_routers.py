@@ -22,7 +22,6 @@ from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.peer_routers import load_exchange as load_exchange
-from scheduler_plugins.router.peer_routers.counts import SharedCounts, words_for
 from scheduler_plugins.router.peer_routers.load_exchange import (
     FORGOTTEN_S,
     MOST_REMEMBERED,
@@ -30,8 +29,6 @@ from scheduler_plugins.router.peer_routers.load_exchange import (
     InFlight,
     PeerRouters,
 )
-from scheduler_plugins.router.peer_routers.memory import WORD_BYTES
-from scheduler_plugins.router.peer_routers.slots import EngineSlots
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -47,16 +44,14 @@ class OneEngine:
         self.name = secrets.token_hex(8)
         self.history = SharedHistory()
         self.leads = True
+        self.unsent_prompts = None
 
 
 def router(key: str = "") -> tuple[PeerRouters, BackendEngine]:
-    counts = SharedCounts(bytearray(WORD_BYTES * words_for(0)), None)
     engine = BackendEngine(URL, Role.PREFILL, Metrics())
-    slots = EngineSlots(counts)
-    slots.follow([engine])
-    own = lambda one: list(one.load.counts())  # noqa: E731
-    pool = cast(EnginePool, OneEngine(engine))
-    return PeerRouters(counts, slots, pool, own, key, Metrics()), engine
+    made = PeerRouters(cast(EnginePool, OneEngine(engine)), Metrics(), key=key)
+    made._counts.follow([engine])
+    return made, engine
 
 
 def test_what_one_router_sends_the_other_sees() -> None:
@@ -69,7 +64,8 @@ def test_what_one_router_sends_the_other_sees() -> None:
     other.show(511.0)
     assert (theirs.prefills, theirs.queued_tokens) == (1, 100)
     assert theirs.queued_s(511.0) == pytest.approx(1.0)
-    assert theirs.in_flight == 0, "whoever leaves this router does not wait for others' requests"
+    assert theirs.in_flight == 1, "people see all requests"
+    assert theirs.load.own_open == 0, "an engine that leaves does not wait for others' requests"
     other.show(511.0 + FORGOTTEN_S + 0.1)
     assert theirs.prefills == 0, "a router that says nothing is gone"
 
@@ -91,6 +87,19 @@ def test_a_prompt_of_ours_begins_when_the_last_one_of_the_other_router_ends() ->
     its.load.prefill_ended("a", 110.0)
     tell(110.0)
     assert theirs.queued_s(112.0) == its.queued_s(112.0) == 8.0
+
+
+def test_an_engines_own_word_counts_for_all_senders_together() -> None:
+    (one, its), (other, theirs) = router(), router()
+    its.load.decode_sent("a", 100, 10)
+    theirs.load.decode_sent("b", 100, 10)
+    message = one.saying(20.0)
+    assert message is not None
+    other.heard(message, 20.0)
+    other.show(20.0)
+    theirs.load.reported(0.0, 3, 350, 20.0)
+    assert theirs.load.correction.batch == 1, "one sequence is another client's"
+    assert (theirs.batch, theirs.context) == (3, 350)
 
 
 def test_a_router_says_nothing_twice_but_that_it_lives() -> None:
@@ -183,7 +192,7 @@ def test_a_router_that_was_named_and_is_not_heard_is_missed(
     with caplog.at_level("INFO"):
         one.count(1, 200.0)
     assert caplog.messages[1:] == ["all 1 other routers send messages again"]
-    assert one._gauge.collect()[0].samples[0].value == 1
+    assert one._metrics.fellows.collect()[0].samples[0].value == 1
 
 
 def free_address() -> str:

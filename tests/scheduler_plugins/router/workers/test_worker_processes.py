@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -15,7 +16,7 @@ from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
-from router_fakes import FakeEngine
+from router_fakes import FakeEngine, stream, until
 
 LIMIT_S = 120.0
 
@@ -26,14 +27,14 @@ TOKEN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 class Processes:
     """A router in several processes, and its engines."""
 
-    def __init__(self, port: int, admin: int, keeper: asyncio.subprocess.Process) -> None:
+    def __init__(self, port: int, admin: int, supervisor: asyncio.subprocess.Process) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.admin = f"http://127.0.0.1:{admin}/engines"
-        self.keeper = keeper
+        self.supervisor = supervisor
 
     @property
     def workers(self) -> set[int]:
-        children = Path(f"/proc/{self.keeper.pid}/task/{self.keeper.pid}/children")
+        children = Path(f"/proc/{self.supervisor.pid}/task/{self.supervisor.pid}/children")
         return {int(pid) for pid in children.read_text().split()}
 
     async def ask(self, method: str, url: str, body: Any = None) -> Any:
@@ -69,31 +70,31 @@ async def until_all(condition: Callable[[], Any], what: str) -> None:
 
 
 @asynccontextmanager
-async def router(*engines: str) -> AsyncIterator[Processes]:
+async def router(*engines: str, shutdown_s: float = 1.0) -> AsyncIterator[Processes]:
     command = [sys.executable, "-m", "scheduler_plugins.router", "--workers", "2", *engines]
     command += ["--port", "0", "--admin-port", "0", "--health-interval-s", "0.1"]
-    command += ["--policy", "round_robin", "--shutdown-timeout-s", "1"]
-    keeper = await asyncio.create_subprocess_exec(
+    command += ["--policy", "round_robin", "--shutdown-timeout-s", str(shutdown_s)]
+    supervisor = await asyncio.create_subprocess_exec(
         *command,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PD_ROUTER_ADMIN_KEY": ADMIN_KEY},
     )
-    assert keeper.stderr is not None
+    assert supervisor.stderr is not None
     found: dict[str, int] = {}
     said = asyncio.create_task(asyncio.sleep(0))
     try:
         async with asyncio.timeout(LIMIT_S):
             while "Running on" not in found:
-                line = (await keeper.stderr.readline()).decode()
+                line = (await supervisor.stderr.readline()).decode()
                 assert line, "the router has ended"
                 if match := re.search(r"(Running on|Admin API on) http://127\.0\.0\.1:(\d+)", line):
                     found[match[1]] = int(match[2])
-        said = asyncio.create_task(_read(keeper.stderr))
-        yield Processes(found["Running on"], found["Admin API on"], keeper)
+        said = asyncio.create_task(_read(supervisor.stderr))
+        yield Processes(found["Running on"], found["Admin API on"], supervisor)
     finally:
-        if keeper.returncode is None:
-            keeper.kill()
-        await keeper.wait()
+        if supervisor.returncode is None:
+            supervisor.kill()
+        await supervisor.wait()
         said.cancel()
 
 
@@ -130,7 +131,7 @@ def test_two_workers_are_one_router() -> None:
             await until_all(counted, "every request is counted, whichever worker served it")
             assert await running.metric("pd_router:workers") == 2
             checks = fakes[1].health_checks
-            assert checks > 0, "the keeper watches"
+            assert checks > 0, "all watch"
 
             await running.ask("POST", running.admin + "/drain", {"url": fakes[1].url})
 
@@ -155,9 +156,9 @@ def test_two_workers_are_one_router() -> None:
             )
 
             last = running.workers
-            running.keeper.send_signal(signal.SIGTERM)
+            running.supervisor.send_signal(signal.SIGTERM)
             async with asyncio.timeout(LIMIT_S):
-                assert await running.keeper.wait() == 0
+                assert await running.supervisor.wait() == 0
             assert not alive(last)
         for fake in fakes:
             await fake.die()
@@ -183,20 +184,134 @@ def test_engines_that_swap_their_roles_do_so_in_all_workers() -> None:
                 return {await running.complete() for _ in range(8)} == {"a"}
 
             await until_all(swapped, "all workers use them the other way round")
-            assert await running.metric("pd_router:role_moves_total") == 2
+
+            async def counted() -> bool:
+                return await running.metric("pd_router:role_moves_total") == 2
+
+            await until_all(counted, "each move is counted once")
         for fake in fakes:
             await fake.die()
 
     asyncio.run(scenario())
 
 
-def test_workers_do_not_outlive_their_keeper() -> None:
+async def read(url: str, took: list[bytes]) -> bool:
+    """A stream on a connection of its own. Returns whether it ended as it should."""
+    body = {"model": "m", "prompt": "hello", "stream": True}
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url + "/v1/completions", json=body) as response,
+        ):
+            async for line in response.content:
+                took.append(line)  # noqa: PERF401 - seen while it grows
+    except aiohttp.ClientError:
+        return False
+    return any(b"[DONE]" in line for line in took)
+
+
+def test_a_worker_that_is_killed_loses_its_own_streams_only() -> None:
+    async def scenario() -> None:
+        fakes = [FakeEngine("p", "engine-p"), FakeEngine("d")]
+        for fake in fakes:
+            await fake.start()
+        fakes[1].behave = stream(40, gap_s=0.1)
+        async with router("--prefill", fakes[0].url, "--decode", fakes[1].url) as running:
+            took = [list[bytes]() for _ in range(16)]  # all at one worker: once in 32,768
+            tasks = [asyncio.create_task(read(running.url, one)) for one in took]
+            await until(lambda: all(took), "all streams have begun")
+            os.kill(next(iter(running.workers)), signal.SIGKILL)
+            ended = await asyncio.gather(*tasks)
+            assert 0 < ended.count(True) < len(ended)
+        for fake in fakes:
+            await fake.die()
+
+    asyncio.run(scenario())
+
+
+def test_open_streams_end_before_workers_do() -> None:
+    async def scenario() -> None:
+        fakes = [FakeEngine("p", "engine-p"), FakeEngine("d")]
+        for fake in fakes:
+            await fake.start()
+        fakes[1].behave = stream(20, gap_s=0.1)
+        sides = ["--prefill", fakes[0].url, "--decode", fakes[1].url]
+        async with router(*sides, shutdown_s=LIMIT_S) as running:
+            took = [list[bytes]() for _ in range(8)]
+            tasks = [asyncio.create_task(read(running.url, one)) for one in took]
+            await until(lambda: all(took), "all streams have begun")
+            running.supervisor.send_signal(signal.SIGTERM)
+            assert await asyncio.gather(*tasks) == [True] * len(took)
+            async with asyncio.timeout(LIMIT_S):
+                assert await running.supervisor.wait() == 0
+        for fake in fakes:
+            await fake.die()
+
+    asyncio.run(scenario())
+
+
+def test_a_changed_settings_file_reaches_all_workers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        fakes = [FakeEngine("p", "engine-p"), FakeEngine("d0"), FakeEngine("d1")]
+        for fake in fakes:
+            await fake.start()
+        path = tmp_path / "router.yaml"
+
+        def write(decode: FakeEngine) -> None:
+            entries = [(fakes[0].url, "prefill"), (decode.url, "decode")]
+            lines = [f"  - {{url: '{url}', role: {role}}}" for url, role in entries]
+            path.write_text("\n".join(["engines:", *lines]))
+
+        write(fakes[1])
+        async with router("--config", str(path)) as running:
+            assert {await running.complete() for _ in range(8)} == {"d0"}
+            write(fakes[2])
+
+            async def changed() -> bool:
+                return {await running.complete() for _ in range(8)} == {"d1"}
+
+            await until_all(changed, "all workers use the new list")
+            os.kill(next(iter(running.workers)), signal.SIGKILL)
+
+            async def restarted() -> bool:
+                return await running.metric("pd_router:worker_restarts_total") == 1
+
+            await until_all(restarted, "a successor serves")
+            assert {await running.complete() for _ in range(8)} == {"d1"}
+        for fake in fakes:
+            await fake.die()
+
+    asyncio.run(scenario())
+
+
+def test_a_router_whose_worker_cannot_listen_says_why_and_ends() -> None:
+    """The address of the exchange is bound by a worker."""
+
+    async def scenario() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen(1)
+            command = [sys.executable, "-m", "scheduler_plugins.router", "--workers", "2"]
+            command += ["--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--port", "0"]
+            command += ["--exchange", f"tcp://127.0.0.1:{taken.getsockname()[1]}"]
+            ended = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+            async with asyncio.timeout(LIMIT_S):
+                _, stderr = await ended.communicate()
+        assert ended.returncode == 1
+        assert "take another port with --exchange" in stderr.decode().splitlines()[-1]
+
+    asyncio.run(scenario())
+
+
+def test_workers_do_not_outlive_their_supervisor() -> None:
     async def scenario() -> None:
         async with router("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1") as running:
             workers = running.workers
             assert alive(workers) == workers
-            running.keeper.kill()
-            await running.keeper.wait()
+            running.supervisor.kill()
+            await running.supervisor.wait()
 
             async def gone() -> bool:
                 return not alive(workers)

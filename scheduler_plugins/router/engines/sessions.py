@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of the application's engines and metrics: this process, or the keeper of several workers."""
+"""How the router connects to engines: for requests of clients, and to watch them."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import aiohttp
 
 from scheduler_plugins.router.client.tls import for_engines
 from scheduler_plugins.router.engines.connections import EngineConnections
-from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.lookup import Names
-from scheduler_plugins.router.engines.pool import EnginePool
-from scheduler_plugins.router.metrics import Metrics
-from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.settings.config import RouterConfig
 
 CONNECT_S = 5.0
@@ -22,32 +16,6 @@ CONNECT_S = 5.0
 REUSE_S = 0.5
 """A connection to an engine is used again if it was idle for at most this time. If requests are rarer, new
 connections cost little."""
-
-
-class Backend(Protocol):
-    """Provides the application's engines and metrics."""
-
-    def pool(self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics) -> Pool:
-        """The engines, not started yet."""
-
-    async def render(self, metrics: Metrics) -> bytes:
-        """The answer of `/metrics`."""
-
-    def started(self, shared: Shared) -> None:
-        """The application is about to serve."""
-
-
-class OneProcess:
-    """`Backend` of a router with a single process."""
-
-    def pool(self, config: RouterConfig, session: aiohttp.ClientSession, metrics: Metrics) -> Pool:
-        return EnginePool(config, session, metrics)
-
-    async def render(self, metrics: Metrics) -> bytes:
-        return metrics.render()
-
-    def started(self, shared: Shared) -> None:
-        pass
 
 
 def client_connections(config: RouterConfig) -> EngineConnections:

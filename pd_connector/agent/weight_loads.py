@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loads of weights in an engine's process, as its door sees them happen.
+
+A connector is made seconds after the weights were loaded, when a name may lead to another file. So each file that an
+engine loads is opened here as well, when the load begins. Weights that change later, in place, are reported.
+"""
+
+import weakref
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from pd_connector.agent.weights_reader import reading
+from pd_connector.kv.checkpoint_files import CheckpointFiles
+
+
+class Listener(Protocol):
+    """Receives events of weights that change in place."""
+
+    def loading(self) -> None:
+        """Weights begin to change now."""
+
+    def loaded(self, *, over: bool, whole: bool) -> None:
+        """Weights have changed: all of them, if `whole`. If not `over`, more changes may follow soon."""
+
+    def asleep(self, *, kept: bool) -> None:
+        """The engine sleeps: the weights' memory must not be read. If `kept`, they will be the same."""
+
+    def awake(self) -> None:
+        """The weights' memory can be read again."""
+
+
+class WeightLoads:
+    """Used by the engine's thread.
+
+    Attributes:
+        files: checkpoints by what the engine was told of them, each as its last load found it.
+        reads: the engine that loads now uses PDConnector: files are read from the moment on when it begins to load them.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[Hashable, CheckpointFiles] = {}
+        self.reads = False
+        self._under_way: list[CheckpointFiles] = []
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._depth = 0
+        self._session = False  # between the beginning and the end of an update
+
+    def begin(self, place: Hashable, files: CheckpointFiles | None) -> None:
+        """The engine is about to load these files."""
+        before = self.files.get(place)
+        if before in self._under_way:  # looked at again, shortly before it is read
+            if files is not None and files.same(before):
+                files.close()
+                return
+            self._under_way.remove(before)
+            if before.reader is not None:
+                before.reader.stop()
+            before.close()
+        if files is not None:
+            self.files[place] = files
+            self._under_way.append(files)
+            if self.reads:
+                reading(files)
+
+    def end(self) -> None:
+        """The engine has loaded everything that it began to load."""
+        for files in self._under_way:
+            files.loaded()
+        self._under_way.clear()
+
+    def listen(self, listener: Listener) -> None:
+        """Report changes to this listener from now on."""
+        self._listeners.add(listener)
+
+    def forget(self, listener: Listener) -> None:
+        """Report nothing more to this listener."""
+        self._listeners.discard(listener)
+
+    @contextmanager
+    def change(
+        self, *, begins: bool = False, ends: bool = False, whole: bool = False
+    ) -> Iterator[None]:
+        """A context in which weights change in place.
+
+        Args:
+            begins: an update of several parts begins.
+            ends: that update ends.
+            whole: all weights are loaded.
+        """
+        self._session |= begins
+        self._depth += 1
+        for listener in list(self._listeners):
+            listener.loading()
+        try:
+            yield
+        except BaseException:
+            whole = False
+            raise
+        finally:
+            self._depth -= 1
+            self._session &= not ends
+            if not self._depth:
+                self.end()
+                for listener in () if self._session else list(self._listeners):
+                    listener.loaded(over=whole or ends, whole=whole)
+
+    def sleep(self, *, kept: bool) -> None:
+        """Weights lose their memory now; if `kept`, they get their values back with it."""
+        for listener in list(self._listeners):
+            listener.asleep(kept=kept)
+
+    def wake(self) -> None:
+        """Weights have memory again."""
+        for listener in list(self._listeners):
+            listener.awake()

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads all bytes of the weights that an engine loads, beside its work.
+
+Nothing is handed over, loaded from the pool or saved before they were read. So reading begins when the engine begins to
+load them, and goes on while it compiles and captures graphs: mostly out of the page cache, into which the engine reads
+the same files. What was read once is in a cache on disk, and known at once.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pd_connector
+from pd_connector.kv.checkpoint_files import CheckpointFiles
+from pd_connector.kv.weights import cache_file, known_fingerprint, usable
+from pd_connector.remedies import weights_read
+
+logger = logging.getLogger("pd_connector.agent.weights_reader")
+
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from pd_connector.agent.weights_program import main; main()"
+)
+_ROOT = str(Path(pd_connector.__file__).parents[1])
+_SAY_S = 10.0
+"""Time between two lines of the log while weights are read."""
+
+
+class WeightsReader:
+    """Reads one checkpoint. Starts when made. At its end `part.weights` is set, or `part.problem`.
+
+    Args:
+        part: its files stay open until their owner closes them.
+        cache: see `kv.weights.fingerprint`.
+
+    Attributes:
+        read_bytes: how many are known so far.
+        stopped: nobody wants to know any more.
+    """
+
+    def __init__(self, part: CheckpointFiles, cache: Path | None) -> None:
+        self.part = part
+        self.read_bytes = 0
+        self._tell: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._lock = threading.Lock()
+        self.stopped = self._over = False
+        self._program: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        with suppress(OSError, ValueError):
+            part.weights = part.weights or known_fingerprint(part.files, cache)
+        if part.weights or part.problem:
+            self.read_bytes = part.nbytes
+            return
+        self._thread = threading.Thread(
+            target=self._run, args=(cache,), name="pd-weights", daemon=True
+        )
+        self._thread.start()
+
+    def tell(self, progressed: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Call these from its thread: `progressed` now and then, `ended` once, at its end. If it has ended, `ended` is
+        called now; if it is stopped before, never."""
+        with self._lock:
+            if self._thread is not None and not self._over:
+                self._tell.append((progressed, ended))
+                return
+        ended()
+
+    def stop(self) -> None:
+        """Nobody wants to know any more."""
+        with self._lock:
+            self.stopped = True
+            self._tell.clear()
+            if self._program is not None:
+                self._program.kill()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of its thread; returns whether it has come."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, cache: Path | None) -> None:
+        began = said = time.monotonic()
+        weights, problem = b"", ""
+        try:
+            for kind, value in self._lines(usable(cache)):
+                if kind == "read":
+                    self.read_bytes = min(int(value), self.part.nbytes)
+                    for progressed, _ in list(self._tell):
+                        progressed()
+                else:
+                    weights = bytes.fromhex(value)
+                if time.monotonic() >= said + _SAY_S:
+                    said = time.monotonic()
+                    logger.info("%s", weights_read(self.read_bytes, self.part.nbytes))
+            if not weights:
+                problem = "the program that reads them has failed; this log has its error"
+        except (OSError, ValueError) as error:
+            problem = f"they cannot be read: {error}"
+        with self._lock:
+            if self.stopped:
+                return
+            self._over = True
+            self.part.look()
+            self.part.problem = self.part.problem or problem
+            if not self.part.problem:
+                self.part.weights, self.read_bytes = weights, self.part.nbytes
+                gb, took_s = self.part.nbytes / 1e9, time.monotonic() - began
+                logger.info("all bytes of the weights are known: %.3g GB in %.3g s", gb, took_s)
+        for _, ended in self._tell:
+            ended()
+
+    def _lines(self, cache: Path | None) -> Iterator[list[str]]:
+        """What the program prints, until it ends."""
+        own = {core for task in os.listdir("/proc/self/task") for core in _cores(int(task))}
+        os.sched_setaffinity(0, own)  # an engine may have bound its threads to one core each
+        files = [(str(file.path), file.descriptor) for file in self.part.files]
+        told = json.dumps([str(cache) if cache else None, files])
+        command = [sys.executable, "-P", "-c", _PROGRAM, _ROOT]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[descriptor for _, descriptor in files],
+            text=True,
+        ) as program:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            with self._lock:
+                self._program = program
+                if self.stopped:
+                    program.kill()
+            program.stdin.write(told + "\n")
+            program.stdin.flush()
+            for line in program.stdout:
+                yield line.split()
+
+
+def reading(part: CheckpointFiles) -> WeightsReader:
+    """The reader of a checkpoint. Its reading has begun before, or begins now."""
+    if part.reader is None or part.reader.stopped:
+        part.reader = WeightsReader(part, cache_file())
+    found: WeightsReader = part.reader
+    return found
+
+
+def _cores(task: int) -> set[int]:
+    try:
+        return os.sched_getaffinity(task)
+    except OSError:  # it has just ended
+        return set()
