@@ -53,7 +53,7 @@ class Commands(EntryPoints):
     lines: ClassVar[dict[str, str]] = {
         "demo": "Start prefill, decode and router on this machine, send prompts, and check every answer.",
         "check": "Check what --kv-transfer-config says, without an engine.",
-        "doctor": "Check versions, transports, network, GPU and limits, and say what to do.",
+        "doctor": "Check versions, transports, network, GPU, limits and models, and say what to do.",
         "pool": "Show, check or empty the KV pool of this user on this host.",
         "audit": "Have every pair of these engines compare one prompt, and print the verdict.",
         "bench": "Measure PDConnector beside its alternatives, in one run.",
