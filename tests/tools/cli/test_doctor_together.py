@@ -61,7 +61,9 @@ def named(findings: list[Finding], name: str) -> list[Finding]:
 
 
 @pytest.mark.parametrize("first", [PRODUCER, {}], ids=["prefill", "decode"])
-@pytest.mark.parametrize(("oldest", "newest", "behind"), [(messages.SCHEMA + 1, messages.SCHEMA + 2, "here"), (0, 0, P)])
+@pytest.mark.parametrize(
+    ("oldest", "newest", "behind"), [(messages.SCHEMA + 1, messages.SCHEMA + 2, "here"), (0, 0, P)]
+)
 def test_a_peer_of_another_wire_schema_fails_with_both_schemas_and_the_older_side(
     first: dict[str, Any], oldest: int, newest: int, behind: str
 ) -> None:
@@ -74,7 +76,9 @@ def test_a_peer_of_another_wire_schema_fails_with_both_schemas_and_the_older_sid
 
 
 def test_one_schema_apart_and_an_engine_that_does_not_say_are_well() -> None:
-    said = {about.FIELD: msgspec.to_builtins(of(newest=messages.SCHEMA + 1, oldest=messages.SCHEMA))}
+    said = {
+        about.FIELD: msgspec.to_builtins(of(newest=messages.SCHEMA + 1, oldest=messages.SCHEMA))
+    }
     for params in (said, {}, None, {**PRODUCER, **said}, PRODUCER):
         visited = visit(params)
         assert named(visited.findings, "wire schema") == []
