@@ -204,6 +204,8 @@ class Manager(BaseKVManager):
         """
         if self._streaming is not None:
             self._streaming.close()
+        # Weights may change until the next manager is there. Its agent gets the facts of then.
+        self.weights.tell_to(lambda command: None)
         self.agent.close()
         if self._metrics is not None:
             self._metrics.close()

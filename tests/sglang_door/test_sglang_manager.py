@@ -126,6 +126,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     yield run
     for made in started:
+        made.weights.close()
         made.agent.close()
 
 

@@ -20,8 +20,8 @@ from router_fakes import FAST, FakeEngine, World, once, run, slow, stream, until
 from support.free_ports import free_ports
 
 from scheduler_plugins.router.client import connections
-from scheduler_plugins.router.endpoints import backend
 from scheduler_plugins.router.endpoints.app_keys import CONNECTIONS, SHARED
+from scheduler_plugins.router.engines import sessions
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.engines.lookup import Names
 from scheduler_plugins.router.engines.pool import EnginePool
@@ -146,7 +146,7 @@ def test_an_idle_connection_with_an_unread_request_is_not_closed_for_another(loo
 def test_an_engine_to_which_a_connection_was_being_opened_is_asked(
     monkeypatch: pytest.MonkeyPatch, loop: Loop
 ) -> None:
-    monkeypatch.setattr(backend, "CONNECT_S", LIMIT_S)
+    monkeypatch.setattr(sessions, "CONNECT_S", LIMIT_S)
     addresses = Names.addresses
 
     async def scenario() -> None:

@@ -240,7 +240,7 @@ def test_ranks_are_followed_at_their_ports_and_the_best_one_counts(ranks: tuple[
             await until(lambda: blocks() == (5 if 1 in ranks else 2))
             assert engine.block_tokens == SIZE
             if 1 in ranks:
-                await until(lambda: set(caches.prefixes.by_events["http://e"]) == {0, 1})
+                await until(lambda: set(caches.prefixes._held["http://e"]) == {0, 1})
                 assert caches.prefixes.rank_with_most(PROMPT, engine, 3 * SIZE) == 1
                 assert caches.prefixes.rank_with_most(PROMPT, engine, 3 * SIZE + 1) is None
                 publishers[0].publish(batch(2, 1))

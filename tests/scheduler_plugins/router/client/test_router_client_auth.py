@@ -310,7 +310,7 @@ def test_engines_that_a_new_name_stands_for_are_there_before_the_others_leave(
             assert shared.pool.up(Role.DECODE) == [engine], "a name that nobody knows ends nothing"
             resolvable = True
             await until(
-                lambda: not engine.draining and name in shared.pool._named._known, "it is known"
+                lambda: not engine.draining and name in shared.pool._named._members, "it is known"
             )
             assert shared.pool.up(Role.DECODE) == [engine], "it is the same engine"
         for fake in fakes:
