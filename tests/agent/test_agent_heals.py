@@ -310,7 +310,7 @@ def test_a_connection_whose_packets_vanish_is_made_anew_long_before_any_timeout(
         assert forget(*ports(producer, which)) >= 2
         arrived = [transfer(producer, consumer, f"{round_}.{n}") for n in range(TRANSFERS)]
         assert arrived[1:] == [True] * (TRANSFERS - 1), "one transfer is lost at most"
-    producer.agent.close()  # its sessions with consumers that were forgotten end by their silence
+    ranks.stop(producer)  # its sessions with consumers that were forgotten end by their silence
 
 
 @each_key
