@@ -150,3 +150,26 @@ def test_files_that_are_not_those_that_were_loaded_are_told_by_memory_at_the_sta
     SGLangWeights(scheduler(served), facts, loaded_fingerprint(served), files, submitted.append)
     assert submitted[-1].facts.loaded
     assert not submitted[-1].facts.reading
+
+
+def test_sglangs_watchdog_does_not_end_an_engine_that_waits_for_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    created = pytest.importorskip(
+        "sglang.srt.managers.scheduler_components.invariant_checker"
+    ).create_scheduler_watchdog
+    watched, _ = watch(model())
+    engine = watched._scheduler
+    engine.is_initializing, engine.forward_ct = True, 0
+    engine.watchdog = created(engine, watchdog_timeout=60.0)
+
+    def counts() -> bool:
+        first = engine.watchdog.get_counter()
+        return bool(engine.watchdog.get_counter() != first)
+
+    meanwhile: list[bool] = []
+    monkeypatch.setattr(watched._advertised, "wait", lambda: meanwhile.append(counts()))
+    assert not counts(), "it would end the engine"
+    watched._wait()
+    assert meanwhile == [True]
+    assert not counts(), "it watches again"
