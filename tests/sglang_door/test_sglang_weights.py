@@ -34,10 +34,11 @@ def watch(served: torch.nn.Module) -> tuple[SGLangWeights, list[Any]]:
 
 
 def scheduler(served: torch.nn.Module) -> Any:
+    runner = SimpleNamespace(model=served, load_config=SimpleNamespace(load_format="auto"))
     return SimpleNamespace(
         server_args=SimpleNamespace(load_format="auto"),
         model_config=SimpleNamespace(model_path="/nowhere", revision=None),
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=served)),
+        tp_worker=SimpleNamespace(model_runner=runner),
     )
 
 
