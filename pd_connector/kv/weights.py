@@ -217,7 +217,7 @@ def _sum(file: OpenFile, progress: Callable[[int], None]) -> int:
 def _cores() -> int:
     """How many cores this process can keep busy: those that it may run on, within its cgroup's part of their time."""
     cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # "max" is no number: no limit
+    with suppress(OSError, ValueError):  # "max": there is no limit
         quota, period = map(int, _CPU_QUOTA.read_text().split())
         cores = min(cores, max(1, quota // period))
     return cores
