@@ -34,7 +34,7 @@ class _Reading:
 
     Args:
         told: called when the last of them has ended, from a reader's thread or at once; not once it is stopped.
-        progressed: called with the bytes that are known and those that there are.
+        progressed: called with the bytes that are known and those that there are. Once it is stopped, there are none.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class _Reading:
         """What is read is of no use any more. Once this has returned, nothing is told."""
         with self._lock:
             over, self.over = self.over, True
+            if not over:
+                self._progressed(0, 0)
         for reader in () if over else self._readers:
             reader.stop()
 
@@ -64,6 +66,11 @@ class _Reading:
         return all(reader.join(timeout_s) for reader in self._readers)
 
     def _progress(self) -> None:
+        with self._lock:
+            if not self.over:
+                self._tell_progress()
+
+    def _tell_progress(self) -> None:
         nbytes = sum(reader.part.nbytes for reader in self._readers)
         self._progressed(sum(reader.read_bytes for reader in self._readers), nbytes)
 
@@ -72,7 +79,7 @@ class _Reading:
             self._left -= 1
             if self.over or self._left:
                 return
-            self._progress()
+            self._tell_progress()
             self._told()
             self.over = True
 
@@ -142,7 +149,7 @@ class AdvertisedModel:
 
     def other_weights(self) -> None:
         """The weights are not the advertised ones. The caller advertises the new ones next."""
-        self.withdrawn = True
+        self.withdrawn, self.unreadable = True, False
         self.changes += 1
         self.close()
 
@@ -211,6 +218,7 @@ class AdvertisedModel:
         if problems := [part.problem for part in files if part.problem]:
             logger.warning("the weights are not known by their files: %s", problems[0])
             self.unreadable = True
+            self._submit(ReadWeights(0, 0))  # nothing is read any more
             return
         try:
             _forms(files)  # as long as they are open

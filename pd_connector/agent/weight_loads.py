@@ -35,11 +35,13 @@ class WeightLoads:
 
     Attributes:
         files: checkpoints by what the engine was told of them, each as its last load found it.
+        opened: those that the engine has begun to load since the last change of weights began.
         reads: the engine that loads now uses PDConnector: files are read from the moment on when it begins to load them.
     """
 
     def __init__(self) -> None:
         self.files: dict[Hashable, CheckpointFiles] = {}
+        self.opened: list[CheckpointFiles] = []
         self.reads = False
         self._under_way: list[CheckpointFiles] = []
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -57,9 +59,13 @@ class WeightLoads:
             if before.reader is not None:
                 before.reader.stop()
             before.close()
+        elif not (before is None or files is None or self._depth or files.same(before)):
+            # a second model of the engine, such as an MTP drafter, from the same place
+            files.problem = before.problem or "they were replaced between the loads of two models"
         if files is not None:
             self.files[place] = files
             self._under_way.append(files)
+            self.opened.append(files)
             if self.reads:
                 reading(files)
 
@@ -89,6 +95,8 @@ class WeightLoads:
             whole: all weights are loaded.
         """
         self._session |= begins
+        if not self._depth:
+            self.opened = []
         self._depth += 1
         for listener in list(self._listeners):
             listener.loading()

@@ -29,6 +29,8 @@ _PROGRAM = (
     "from pd_connector.agent.weights_program import main; main()"
 )
 _ROOT = str(Path(pd_connector.__file__).parents[1])
+_MOST_RUNS = 2
+"""Runs of the program that end without the weights, before they count as unknown."""
 _SAY_S = 10.0
 """Time between two lines of the log while weights are read."""
 
@@ -89,27 +91,25 @@ class WeightsReader:
 
     def _run(self, cache: Path | None) -> None:
         began = said = time.monotonic()
-        weights, problem = b"", ""
+        weights, problem = b"", "the program that reads them has failed; this log has its error"
         try:
-            for kind, value in self._lines(usable(cache)):
+            for kind, value in self._tries(usable(cache)):
                 if kind == "read":
                     self.read_bytes = min(int(value), self.part.nbytes)
                     for progressed, _ in list(self._tell):
                         progressed()
                 else:
-                    weights = bytes.fromhex(value)
+                    weights, problem = bytes.fromhex(value), ""
                 if time.monotonic() >= said + _SAY_S:
                     said = time.monotonic()
                     logger.info("%s", weights_read(self.read_bytes, self.part.nbytes))
-            if not weights:
-                problem = "the program that reads them has failed; this log has its error"
-        except (OSError, ValueError) as error:
+            self.part.look()
+        except Exception as error:  # whatever it is, others wait for the end
             problem = f"they cannot be read: {error}"
         with self._lock:
             if self.stopped:
                 return
             self._over = True
-            self.part.look()
             self.part.problem = self.part.problem or problem
             if not self.part.problem:
                 self.part.weights, self.read_bytes = weights, self.part.nbytes
@@ -118,10 +118,21 @@ class WeightsReader:
         for _, ended in self._tell:
             ended()
 
+    def _tries(self, cache: Path | None) -> Iterator[list[str]]:
+        """What the program prints. It runs a second time if it was killed, such as for memory that is short for a moment."""
+        for _ in range(_MOST_RUNS):
+            line: list[str] = []
+            for line in self._lines(cache):
+                yield line
+            if self.stopped or line[:1] == ["weights"]:
+                return
+
     def _lines(self, cache: Path | None) -> Iterator[list[str]]:
-        """What the program prints, until it ends."""
-        own = {core for task in os.listdir("/proc/self/task") for core in _cores(int(task))}
-        os.sched_setaffinity(0, own)  # an engine may have bound its threads to one core each
+        """What the program prints, until it has found the weights or ends. A process that the engine has forked may keep the
+        pipe open after that."""
+        with suppress(OSError):  # an engine may have bound its threads to one core each
+            own = {core for task in os.listdir("/proc/self/task") for core in _cores(int(task))}
+            os.sched_setaffinity(0, own)
         files = [(str(file.path), file.descriptor) for file in self.part.files]
         told = json.dumps([str(cache) if cache else None, files])
         command = [sys.executable, "-P", "-c", _PROGRAM, _ROOT]
@@ -141,7 +152,10 @@ class WeightsReader:
             program.stdin.write(told + "\n")
             program.stdin.flush()
             for line in program.stdout:
-                yield line.split()
+                words = line.split()
+                yield words
+                if words[0] == "weights":
+                    return
 
 
 def reading(part: CheckpointFiles) -> WeightsReader:

@@ -62,8 +62,8 @@ class WeightsWatch(ABC):
 
     @property
     def reads(self) -> bool:
-        """Whether all bytes of the weights are being read, and will be told."""
-        return self._advertised.reads
+        """Whether weights are being read, or could not be: what they are will be told."""
+        return self._advertised.reads or self._advertised.unreadable
 
     def loading(self) -> None:
         """Weights begin to change (`weight_loads.Listener`)."""
@@ -115,7 +115,8 @@ class WeightsWatch(ABC):
         """Weights have changed: tell peers the present ones."""
         whole, self._whole = self._whole, False
         files = self.files() if whole else None
-        if files and self._advertised.tell_files(files):
+        opened = self._loads.opened  # without these, files are of the change before the last
+        if files and all(part in opened for part in files) and self._advertised.tell_files(files):
             self._loaded = self.samples()
             return
         logger.warning(

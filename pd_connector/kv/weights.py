@@ -9,6 +9,7 @@
 XXH3 reads several GB/s on one core; Python's lock is free meanwhile.
 """
 
+import errno
 import fcntl
 import functools
 import hashlib
@@ -17,6 +18,8 @@ import logging
 import os
 import stat
 import tempfile
+import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -37,6 +40,12 @@ _PIECE_BYTES = 256 << 20
 """A file without a list of its tensors is read in pieces of this size, by several threads."""
 _MOST_THREADS = 16
 """More threads read no faster: these read more bytes a second than a processor's memory gives."""
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of a processor that a container may use in a period, and the period."""
+_SPARE_S, _SLOW_BYTES_S = 30.0, 50e6
+"""A file that another process reads is waited for as long as a disk with this rate would take, and some seconds more."""
+_LOOK_S = 0.05
+_HELD = frozenset({errno.EACCES, errno.EAGAIN})
 _CACHE = "pd-connector/weights.json"
 _ALL_READ = "each rank reads all of the weights, at each start"
 _SAFETENSORS = ".safetensors"
@@ -74,7 +83,7 @@ def fingerprint(
         if key not in known:
             # The ranks of an engine begin at the same time: one of them reads, the others wait.
             place = usable(cache)
-            with _locked(place):
+            with _locked(place, key, _SPARE_S + file.size / _SLOW_BYTES_S):
                 known |= _read_cache(place)
                 if key not in known:
                     logger.info("reading all of %s", file.name)
@@ -201,9 +210,17 @@ def _sum(file: OpenFile, progress: Callable[[int], None]) -> int:
             progress(len(wanted))
         return _digest(part.head, found.digest())
 
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, "pd-weights") as readers:
+    with ThreadPoolExecutor(min(_MOST_THREADS, _cores()), "pd-weights") as readers:
         return sum(readers.map(read, _parts(file))) % _MODULUS
+
+
+def _cores() -> int:
+    """How many cores this process can keep busy: those that it may run on, within its cgroup's part of their time."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # "max": there is no limit
+        quota, period = map(int, _CPU_QUOTA.read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores
 
 
 def _digest(*parts: bytes) -> int:
@@ -219,15 +236,23 @@ def _bytes(number: int) -> bytes:
 
 
 @contextmanager
-def _locked(cache: Path | None) -> Iterator[None]:
-    """Within, no other process uses the cache, if there is one."""
+def _locked(cache: Path | None, key: str, most_s: float) -> Iterator[None]:
+    """Within, no other process reads the file with this key, if there is a cache. This only saves work, so it waits `most_s`
+    at most: another reader may hang. Each file has a byte of the lock's file."""
     if cache is None:
         yield
         return
+    deadline = time.monotonic() + most_s
     with cache.with_suffix(".lock").open("a") as lock:
-        # Some network file systems have no locks: then ranks may read the same.
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(key.encode()))
+                break
+            except OSError as error:
+                # Some network file systems have no locks: then ranks may read the same.
+                if error.errno not in _HELD or time.monotonic() >= deadline:
+                    break
+            time.sleep(_LOOK_S)
         yield
 
 
@@ -242,9 +267,11 @@ def _read_cache(cache: Path | None) -> dict[str, int]:
 
 
 def _write_cache(cache: Path | None, known: dict[str, int]) -> None:
-    """Replace the cache, if there is one."""
+    """Add to the cache, if there is one. If two processes do so at the same moment, what one has read can be read again at
+    the next start."""
     if cache is None:
         return
+    known = _read_cache(cache) | known
     try:
         descriptor, draft = tempfile.mkstemp(dir=cache.parent)
         try:

@@ -198,16 +198,44 @@ def loads(original: Callable[..., Any], runner: Any, *args: Any, **options: Any)
     told = runner.server_args
     ours = told.disaggregation_transfer_backend == BACKEND
     LOADS.reads = ours and told.disaggregation_mode != "null"
+    if ours:
+        _loads_next(runner)
     try:
         return original(runner, *args, **options)
     finally:
         LOADS.end()
 
 
+def _loads_next(runner: Any) -> None:
+    """Open the files of a model on this disk before SGLang loads it. Loaders that have no `prepares` read them directly."""
+    try:
+        load_format = str(
+            getattr(runner, "draft_load_format", None) or runner.server_args.load_format
+        )
+        model = runner.model_config
+        if Path(model.model_path).exists() and _from_files(runner.server_args, load_format):
+            files = CheckpointFiles.open(Path(model.model_path), load_format)
+            LOADS.begin((model.model_path, model.revision), files)
+    except Exception as error:  # must not stop SGLang from loading
+        logger.warning("the files that are loaded cannot be looked at: %r", error)
+
+
+def _from_files(server_args: Any, *load_formats: str) -> bool:
+    """Whether SGLang loads weights from the files in the model's folder, and has loaded them when it says so."""
+    if getattr(server_args, "startup_weight_load_mode", "serial") != "serial":
+        logger.info(
+            "--startup-weight-load-mode %s: files are read after the load, so they do not describe the weights",
+            server_args.startup_weight_load_mode,
+        )
+        return False
+    return _READ_FROM_DISK.issuperset(load_formats)
+
+
 def loaded_files(scheduler: Any) -> CheckpointFiles | None:
     """The files from which the model was loaded last; None if they are unknown."""
     load_format = str(scheduler.server_args.load_format)
-    if load_format not in _READ_FROM_DISK:
+    used = scheduler.tp_worker.model_runner.load_config.load_format  # a weight cache has its own
+    if not _from_files(scheduler.server_args, load_format, str(getattr(used, "value", used))):
         return None
     model = scheduler.model_config
     files = LOADS.files.get((model.model_path, model.revision))

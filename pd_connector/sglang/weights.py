@@ -6,8 +6,9 @@ holds KV of the old ones, and nothing is told of the new ones. Once a minute, an
 parameters in memory are compared with those before.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class SGLangWeights(WeightsWatch):
     def _wait(self) -> None:
         """Until the weights are known. An engine that computes prompts itself goes on meanwhile; SGLang's decode engine
         cannot, so that requests would fail."""
-        self._advertised.wait()
+        with _watchdogs_fed(self._scheduler):
+            self._advertised.wait()
         if self._advertised.unreadable:
             self.tell_memory()
 
@@ -93,3 +95,22 @@ class SGLangWeights(WeightsWatch):
     def files(self) -> Sequence[CheckpointFiles] | None:
         found = loaded_files(self._scheduler)
         return None if found is None else (found,)
+
+
+@contextmanager
+def _watchdogs_fed(scheduler: Any) -> Iterator[None]:
+    """Within, SGLang's watchdogs see the scheduler go on: they end an engine that computes no batch for 300 s
+    (`--watchdog-timeout`), also while it starts."""
+    watchdogs = [
+        watchdog
+        for name in ("watchdog", "soft_watchdog")
+        if (watchdog := getattr(scheduler, name, None)) is not None
+    ]
+    counters = [watchdog.get_counter for watchdog in watchdogs]
+    for watchdog in watchdogs:
+        watchdog.get_counter = time.monotonic_ns
+    try:
+        yield
+    finally:
+        for watchdog, counter in zip(watchdogs, counters, strict=True):
+            watchdog.get_counter = counter

@@ -116,9 +116,10 @@ class RankGauges:
     def _of_all(self, name: str) -> float:
         """The sum over all ranks. A lease holds the same pages at each rank, so leased pages are those of the rank with
         the most: a sum would be more pages than the cache has. Ranks read the same weights, and the slowest counts."""
-        values = [gauges.get(name, 0.0) for gauges in self._by_rank.values()]
         if name == "weights_read_bytes":
-            return min(values, default=0.0)
+            reading = [each for each in self._by_rank.values() if each.get("weights_bytes")]
+            return min((each.get(name, 0.0) for each in reading), default=0.0)
+        values = [gauges.get(name, 0.0) for gauges in self._by_rank.values()]
         return (
             max(values, default=0.0) if name in ("leased_pages", "weights_bytes") else sum(values)
         )

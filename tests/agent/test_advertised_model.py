@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,6 +165,7 @@ def test_files_that_were_written_to_are_not_told_but_what_is_in_memory(checkpoin
     engine = rewritten(checkpoint)
     assert engine.kinds == []
     assert engine.told.unreadable
+    assert engine.commands[-1] == ReadWeights(0, 0), "nothing is read any more"
     engine.told.tell_memory(loaded=b"memory")
     assert not engine.told.unreadable
     assert engine.facts == ModelFacts(b"c", loaded=b"memory")
@@ -177,6 +179,50 @@ def test_a_program_that_fails_is_told_and_nothing_is_known(
     assert engine.told.unreadable
     assert engine.kinds == []
     assert "the weights are not known by their files" in caplog.text
+
+
+def test_a_program_that_is_killed_once_runs_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for memory that is short while the engine starts."""
+    program = (
+        "import os, pathlib, signal; mark = pathlib.Path({!r}); once = not mark.exists(); mark.touch(); "
+        "once and os.kill(os.getpid(), signal.SIGKILL); "
+    ).format(str(tmp_path / "ran"))
+    monkeypatch.setattr(weights_reader, "_PROGRAM", program + weights_reader._PROGRAM)
+    assert Engine(checkpoint).wait().facts.weights
+
+
+@pytest.mark.parametrize("what", ["Popen", "look", "sched_setaffinity"])
+def test_reading_ends_whatever_fails(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("not here") if what == "sched_setaffinity" else RuntimeError("unforeseen")
+
+    owner: Any = {
+        "Popen": weights_reader.subprocess,
+        "look": CheckpointFiles,
+        "sched_setaffinity": os,
+    }[what]
+    files = opened(checkpoint)
+    monkeypatch.setattr(owner, what, fails)
+    commands: list[Any] = []
+    told = AdvertisedModel(ModelFacts(b"c", reading=True), [files], commands.append)
+    until(lambda: not told.reads)
+    assert told.unreadable is (what != "sched_setaffinity"), "a program on fewer cores is slower"
+    assert any(isinstance(one, KnowWeights) for one in commands) is not told.unreadable
+
+
+def test_reading_ends_with_the_weights_although_another_process_keeps_the_pipe(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that the engine has forked at the wrong moment."""
+    program = "import subprocess; subprocess.Popen(['sleep', '20']); "
+    monkeypatch.setattr(weights_reader, "_PROGRAM", program + weights_reader._PROGRAM)
+    began = time.monotonic()
+    assert Engine(checkpoint).wait().facts.weights
+    assert time.monotonic() < began + 15
 
 
 def test_a_draft_model_is_told_with_the_weights(checkpoint: Path, tmp_path: Path) -> None:
@@ -267,6 +313,7 @@ def test_what_was_read_of_weights_of_before_is_not_told(
         goes_on.set()
         engine.wait()
     assert engine.kinds == [ChangeModel]
+    assert engine.commands[-2] == ReadWeights(0, 0), "nothing is read any more"
 
 
 def test_another_agent_is_told_what_was_read_since_it_started(

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -246,6 +246,57 @@ def test_of_ranks_that_begin_together_one_reads_all_bytes(tmp_path: Path, folder
 
 
 @pytest.fixture
+def hung(tmp_path: Path, folder: Path) -> Iterator[Path]:
+    """The cache of another process, which hangs while it reads `folder`."""
+    cache = tmp_path / "cache" / "weights.json"
+    code = (
+        "import sys, time; from pathlib import Path; from pd_connector.kv import weights\n"
+        "from pd_connector.kv.checkpoint_files import CheckpointFiles\n"
+        "weights._sum = lambda *_: (print('reads', flush=True), time.sleep(600))\n"
+        "weights.fingerprint(CheckpointFiles.open(Path(sys.argv[1])).files, Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(cache)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reads\n"
+        yield cache
+        reader.kill()
+
+
+def test_a_reader_that_hangs_holds_up_readers_of_its_file_only_and_those_not_for_ever(
+    hung: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", waited.append)
+    other = save(tmp_path / "other", tensors(1))
+    assert read_weights(other, cache=hung) == read_weights(other)
+    assert waited == []
+    monkeypatch.setattr(module, "_SPARE_S", 0.2)
+    assert read_weights(folder, cache=hung) == read_weights(folder)
+    assert waited
+    assert len(json.loads(hung.read_text())) == 2
+
+
+def test_what_another_process_has_written_meanwhile_is_kept(tmp_path: Path) -> None:
+    cache = tmp_path / "weights.json"
+    for key in ("theirs", "ours"):
+        module._write_cache(cache, {key: 1})
+    assert module._read_cache(cache).keys() == {"theirs", "ours"}
+
+
+@pytest.mark.parametrize(
+    ("told", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("", 8)]
+)
+def test_no_more_threads_read_than_a_container_has_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, cores: int
+) -> None:
+    (tmp_path / "cpu.max").write_text(told)
+    monkeypatch.setattr(module, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert module._cores() == cores
+
+
+@pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that is taken where the user's own cannot be written."""
     module._complain.cache_clear()
@@ -316,13 +367,13 @@ def test_a_full_disk_is_told_and_leaves_no_draft(
 def test_a_file_system_without_locks_costs_time_and_no_fingerprint(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a home on Lustre that is mounted without `flock`."""
+    """As a home on Lustre that is mounted without locks."""
 
     def lacks(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     wanted = read_weights(folder)
-    monkeypatch.setattr(fcntl, "flock", lacks)
+    monkeypatch.setattr(fcntl, "lockf", lacks)
     cache = tmp_path / "cache" / "weights.json"
     assert read_weights(folder, cache=cache) == wanted
     assert cache.is_file(), "later starts find it"

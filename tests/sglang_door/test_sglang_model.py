@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("sglang.srt")
 
 import torch
+from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.layers.rotary_embedding import base, factory
 from support.rotations import PARAMETERS
 
@@ -79,11 +80,16 @@ def scheduler(folder: Path = MODEL_DIR, **changes: Any) -> Any:
         "quantization": None,
         "hf_config": SimpleNamespace(to_dict=lambda: {"of": "SGLang"}),
     }
-    args = {"json_model_override_args": "{}", "load_format": "auto"}
+    args = {
+        "json_model_override_args": "{}",
+        "load_format": "auto",
+        "startup_weight_load_mode": "serial",
+    }
+    runner = SimpleNamespace(model=model, load_config=SimpleNamespace(load_format=LoadFormat.AUTO))
     return SimpleNamespace(
         model_config=SimpleNamespace(**known | changes),
         server_args=SimpleNamespace(**args),
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+        tp_worker=SimpleNamespace(model_runner=runner),
     )
 
 
@@ -129,6 +135,19 @@ def test_files_that_are_not_what_is_loaded_are_not_believed(load_format: str) ->
     made.server_args.load_format = load_format
     assert facts(scheduler()).weights
     assert not facts(made).weights
+
+
+def test_files_beside_a_weight_cache_are_not_believed() -> None:
+    """`--weight-cache-mode` changes the format of SGLang's loader only, not its argument."""
+    made = scheduler()
+    made.tp_worker.model_runner.load_config.load_format = LoadFormat.IPC_CACHE
+    assert loaded_files(made) is None
+
+
+def test_files_that_are_read_after_the_load_are_not_believed() -> None:
+    made = scheduler()
+    made.server_args.startup_weight_load_mode = "overlap"
+    assert loaded_files(made) is None
 
 
 def test_one_file_of_weights_is_believed(tmp_path: Path) -> None:
@@ -307,7 +326,44 @@ def test_each_layer_says_how_many_heads_it_has_in_the_whole_model() -> None:
 def test_files_are_read_from_the_load_on_if_the_engine_uses_the_connector(
     backend: str, mode: str, reads: bool
 ) -> None:
-    args = SimpleNamespace(disaggregation_transfer_backend=backend, disaggregation_mode=mode)
-    runner = SimpleNamespace(server_args=args)
+    runner = loading(Path("/nowhere"), "auto", backend=backend, mode=mode)
     found = loads(lambda *told, **more: (told, more, LOADS.reads), runner, 1, again=True)
     assert found == ((runner, 1), {"again": True}, reads)
+
+
+def loading(
+    folder: Path, load_format: str, *, backend: str = "pd_connector", mode: str = "decode"
+) -> Any:
+    """SGLang's runner that loads a model."""
+    args = SimpleNamespace(
+        disaggregation_transfer_backend=backend,
+        disaggregation_mode=mode,
+        load_format=load_format,
+        startup_weight_load_mode="serial",
+    )
+    config = SimpleNamespace(model_path=str(folder), revision=None)
+    return SimpleNamespace(server_args=args, model_config=config)
+
+
+@pytest.mark.parametrize("load_format", ["sharded_state", "gguf", "bitsandbytes"])
+def test_files_that_are_replaced_while_a_loader_of_its_own_reads_them_are_not_believed(
+    link: Path, load_format: str
+) -> None:
+    made = scheduler(link)
+    made.server_args.load_format = load_format
+
+    def load(_: Any) -> None:
+        (link.parent / "next").symlink_to("other")
+        (link.parent / "next").rename(link)
+
+    loads(load, loading(link, load_format))
+    assert loaded_files(made) is None
+    LOADS.files.clear()
+    assert loaded_files(made) is not None, "which would be told"
+
+
+def test_files_that_are_not_loaded_are_not_read(tmp_path: Path) -> None:
+    copied = tmp_path / "elsewhere"
+    shutil.copytree(MODEL_DIR, copied)
+    loads(lambda _: None, loading(copied, "dummy"))
+    assert (str(copied), None) not in LOADS.files

@@ -34,10 +34,11 @@ def watch(served: torch.nn.Module) -> tuple[SGLangWeights, list[Any]]:
 
 
 def scheduler(served: torch.nn.Module) -> Any:
+    runner = SimpleNamespace(model=served, load_config=SimpleNamespace(load_format="auto"))
     return SimpleNamespace(
         server_args=SimpleNamespace(load_format="auto"),
         model_config=SimpleNamespace(model_path="/nowhere", revision=None),
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=served)),
+        tp_worker=SimpleNamespace(model_runner=runner),
     )
 
 
@@ -150,3 +151,26 @@ def test_files_that_are_not_those_that_were_loaded_are_told_by_memory_at_the_sta
     SGLangWeights(scheduler(served), facts, loaded_fingerprint(served), files, submitted.append)
     assert submitted[-1].facts.loaded
     assert not submitted[-1].facts.reading
+
+
+def test_sglangs_watchdog_does_not_end_an_engine_that_waits_for_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    created = pytest.importorskip(
+        "sglang.srt.managers.scheduler_components.invariant_checker"
+    ).create_scheduler_watchdog
+    watched, _ = watch(model())
+    engine = watched._scheduler
+    engine.is_initializing, engine.forward_ct = True, 0
+    engine.watchdog = created(engine, watchdog_timeout=60.0)
+
+    def counts() -> bool:
+        first = engine.watchdog.get_counter()
+        return bool(engine.watchdog.get_counter() != first)
+
+    meanwhile: list[bool] = []
+    monkeypatch.setattr(watched._advertised, "wait", lambda: meanwhile.append(counts()))
+    assert not counts(), "it would end the engine"
+    watched._wait()
+    assert meanwhile == [True]
+    assert not counts(), "it watches again"

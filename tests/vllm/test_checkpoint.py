@@ -124,11 +124,14 @@ def save(folder, content):
     (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + content)
 
 
-@pytest.mark.parametrize("load_format", ["tensorizer", "ipc_cache", "modelexpress", "of a plugin"])
+@pytest.mark.parametrize(
+    "load_format", ["dummy", "tensorizer", "ipc_cache", "modelexpress", "of a plugin"]
+)
 def test_files_that_are_not_what_is_loaded_are_not_believed(tmp_path, load_format):
     save(tmp_path, b"1234")
     assert checkpoint.model_files(model(tmp_path), load()) is not None
     assert checkpoint.model_files(model(tmp_path), load(load_format)) is None
+    assert checkpoint.open_files(tmp_path, load(load_format)) is None, "nor read for nothing"
 
 
 def test_all_that_a_model_is_loaded_from_counts(tmp_path):

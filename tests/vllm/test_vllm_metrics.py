@@ -80,6 +80,15 @@ def test_gauges_are_sums_over_all_ranks_and_leased_pages_count_once() -> None:
     assert ranks.changed() == {"leased_pages": 3.0, "sessions": 0.0}
 
 
+def test_weights_are_read_when_all_ranks_that_read_files_have_read_them() -> None:
+    ranks = RankGauges()
+    for rank, read, nbytes in ((0, 4.0, 9.0), (1, 9.0, 9.0), (2, 0.0, 0.0)):
+        ranks.update({rank: {"weights_read_bytes": read, "weights_bytes": nbytes}})
+    assert ranks.changed() == {"weights_read_bytes": 4.0, "weights_bytes": 9.0}
+    ranks.update({0: {"weights_read_bytes": 9.0, "weights_bytes": 9.0}})
+    assert ranks.changed() == {"weights_read_bytes": 9.0, "weights_bytes": 9.0}
+
+
 def test_a_step_in_which_nothing_was_counted_has_no_stats() -> None:
     telemetry = Telemetry()
     assert PDStats.of(telemetry) is None

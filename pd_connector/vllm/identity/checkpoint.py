@@ -168,8 +168,10 @@ def model_files(
 
 
 def open_files(path: Path, load: "LoadConfig") -> CheckpointFiles | None:
-    """Open the weight files that vLLM loads from a folder, or a single file; None if there are none."""
+    """Open the weight files that vLLM loads from a folder, or a single file; None if it loads none there."""
     load_format = str(load.load_format)
+    if load_format not in _READ_FROM_DISK:
+        return None
     try:
         if load_format == "auto" and any(path.glob(_MISTRALS_WEIGHTS)):
             load_format = "mistral"  # as vLLM decides
