@@ -155,9 +155,13 @@ def test_rows_for_speculation_are_the_last_of_a_convolution(kind: str, layout: s
     """As many as the layer itself has added; Mamba1 has none."""
     spec = spec_of(kind, num_speculative_blocks=1)
     module = module_of(kind, 1)
-    assert describe_states("layers.0.mixer", spec, pages_of(spec)[0], module, 1)[1].scratch_rows == 0
+    assert (
+        describe_states("layers.0.mixer", spec, pages_of(spec)[0], module, 1)[1].scratch_rows == 0
+    )
     module.num_spec = 1
-    assert describe_states("layers.0.mixer", spec, pages_of(spec)[0], module, 1)[1].scratch_rows == 1
+    assert (
+        describe_states("layers.0.mixer", spec, pages_of(spec)[0], module, 1)[1].scratch_rows == 1
+    )
 
 
 def test_other_kinds_and_records_of_recomputation_are_refused_by_name() -> None:

@@ -221,9 +221,11 @@ class Audits:
         self._passed.pop(pair, None)
 
     def _position(self, request: "Request") -> int:
-        """Where vLLM keeps the states of a prompt that it computes; 0: nowhere. It leaves the prompt's last token to a
-        step of its own, or to the decoding."""
-        return self._states.boundary(request.num_prompt_tokens - 1)
+        """Where vLLM keeps the states of a prompt on both engines; 0: nowhere. The producer's prompt is one token shorter,
+        and it also offers the states at its end."""
+        tokens = request.num_prompt_tokens
+        position = self._states.boundary(tokens)
+        return position if position in (tokens - 1, self._states.boundary(tokens - 1)) else 0
 
     def _eligible(self, request: "Request", fetch: Fetch, missing: int) -> bool:
         """Whether an audit of this producer can begin with a request of `missing` missing tokens."""
