@@ -104,7 +104,8 @@ def _state_distances(
     layers: CacheLayers, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words
 ) -> list[Distance]:
     """Distance of each layer's part of a state: of its worst unit, and of all units in the chunk. Units of a few elements,
-    such as a channel of a convolution, are noise by themselves, and count together."""
+    such as a channel of a convolution, are noise by themselves, and count together. Rows for speculation are not compared:
+    a prefill does not write them."""
     section = route.section
     assert section is not None
     if section.dtype not in DTYPES or min(pages, default=-1) < 0:
@@ -115,6 +116,9 @@ def _state_distances(
         dtype = DTYPES[section.dtype]
         ours = bits.to("cpu").contiguous().view(dtype).double()
         theirs = as_tensor(payload[part]).to("cpu").view(dtype).view(ours.shape).double()
+        scratch = layers.states[layer].scratch_rows if section.name.startswith("conv") else 0
+        written = slice(ours.shape[1] - scratch)
+        ours, theirs = ours[:, written], theirs[:, written]
         apart = (theirs - ours).flatten(1).square().sum(1)
         own = ours.flatten(1).square().sum(1)
         whole = relative(float(apart.sum()), float(own.sum()))

@@ -38,9 +38,12 @@ class StatePages(NamedTuple):
             `[page, unit, row, dim]` of the section's dtype, any strides. A convolution that the engine keeps as
             `[page, row, dim]` (SD) or as `[page, dim, row]` (DS, and SGLang) has a view of each of its sections, and
             views may interleave in memory; nothing is copied. Views of `uint8` sections count bytes.
+        scratch_rows: the last rows of each convolution, which only speculation writes. A prefill leaves in them what an
+            earlier request wrote.
     """
 
     sections: tuple[torch.Tensor, ...]
+    scratch_rows: int = 0
 
 
 def check_states(layer: int, pages: StatePages, geometry: Geometry, group: Group) -> None:

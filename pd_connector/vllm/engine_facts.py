@@ -47,6 +47,7 @@ class EngineFacts(NamedTuple):
         assert transfer is not None
         assert transfer.engine_id is not None
         groups = kv_cache_config.kv_cache_groups
+        drafts = vllm_config.speculative_config
         return cls(
             engine_id=transfer.engine_id,
             windows=Windows.of(group.kv_cache_spec for group in groups),
@@ -57,5 +58,8 @@ class EngineFacts(NamedTuple):
             processor=processor_settings(vllm_config),
             embeddings_come=gets_embeddings(vllm_config),
             attends_ahead=attends_ahead(kv_cache_config),
-            states=StateTables.of(group.kv_cache_spec for group in groups),
+            states=StateTables.of(
+                (group.kv_cache_spec for group in groups),
+                drops_last=drafts is not None and drafts.use_eagle_block_drop(),
+            ),
         )

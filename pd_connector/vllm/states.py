@@ -101,7 +101,8 @@ def describe_states(
                 total = part.total or part.units * ranks
             sections.append(Section(part.name, total, view.shape[2], view.shape[3], dtype))
             views.append(view)
-    return tuple(sections), StatePages(tuple(views))
+    # `num_spec`: rows of its convolution that vLLM adds for speculation. Mamba1 has none.
+    return tuple(sections), StatePages(tuple(views), int(getattr(module, "num_spec", 0)))
 
 
 def _tensors(

@@ -247,6 +247,22 @@ def test_a_load_that_says_no_position_is_refused(ranks: Ranks) -> None:
     producer.freed("t")
 
 
+def test_kv_alone_is_compared_where_the_producer_keeps_no_state_of_before(ranks: Ranks) -> None:
+    producer = ranks.add(HybridRank(LONG, fills=True, consumes=False))
+    consumer = ranks.add(HybridRank(LONG, fills=True, order="DS", produces=False))
+    stop = len(PAGES) * producer.page_tokens
+    for transfer, wanted, cause in (("s", 16, Cause.TOKENS), ("t", 0, None)):
+        producer.offers(transfer)
+        tables, request = (PAGES, [-1, 1]), f"load of {transfer}"
+        load = Load(request, transfer, (producer.peer,), TOKENS, 0, stop, tables, False)
+        consumer.agent.submit(load._replace(compares=True, state_token=wanted))
+        finished = consumer.loaded(transfer)
+        assert finished.cause is cause, finished.detail
+        producer.agent.submit(Drop(f"offer of {transfer}", Cause.ABORTED))
+        producer.freed(transfer)
+    assert not consumer.state_writes
+
+
 @pytest.mark.parametrize("wrong", ["conv.q", "ssm"])
 def test_a_corrupt_section_leaves_the_page_as_it_was(
     ranks: Ranks, wrong: str, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ PAGE, POSITION = 1, 96
 Rank = tuple[PagedCache, dict[int, dict[str, torch.Tensor]]]
 
 
-def rank(tp_rank: int = 0, tp_size: int = 1) -> Rank:
+def rank(tp_rank: int = 0, tp_size: int = 1, scratch: int = 0) -> Rank:
     """A cache with the states of one prompt, and its views by layer and section."""
     torch.manual_seed(0)
     shard = Shard(0, 3, tp_rank, tp_size)
@@ -35,7 +35,7 @@ def rank(tp_rank: int = 0, tp_size: int = 1) -> Rank:
             whole = torch.randn(3, section.units, section.rows, section.dim)
             own = whole[:, list(shard.heads(section.units))].to(DTYPES[section.dtype])
             views[layer][section.name] = own.contiguous()
-    states = {layer: StatePages(tuple(found.values())) for layer, found in views.items()}
+    states = {layer: StatePages(tuple(found.values()), scratch) for layer, found in views.items()}
     return PagedCache(states, Geometry(shard, (state_group(LAYERS, SECTIONS),))), views
 
 
@@ -104,3 +104,35 @@ def test_other_states_are_found_by_layer_and_section(
     assert problem is not None
     assert problem[0] is Cause.AUDIT
     assert problem[1].startswith(named)
+
+
+def _scratch(views: dict[int, dict[str, torch.Tensor]]) -> None:
+    """The last row of each convolution has what an earlier request's speculation wrote."""
+    for sections in views.values():
+        for name, view in sections.items():
+            if name.startswith("conv"):
+                view[:, :, -1] = 100.0
+
+
+def test_rows_that_only_speculation_writes_are_not_compared() -> None:
+    source, destination = rank(scratch=1), rank(scratch=1)
+    _scratch(source[1])
+    assert audit([source], destination) is None
+    control = rank()
+    problem = audit([source], control)
+    assert problem is not None
+    assert problem[1].startswith("layer 0, conv.x of the state")
+
+
+def test_all_other_rows_are_compared_beside_speculation() -> None:
+    source, destination = rank(scratch=1), rank(scratch=1)
+    for sections in source[1].values():
+        sections["ssm"][:, :, -1] = 100.0
+    problem = audit([source], destination)
+    assert problem is not None
+    assert problem[1].startswith("layer 0, ssm of the state")
+    source = rank(scratch=1)
+    source[1][2]["conv.b"][:, :, -2] = 100.0
+    problem = audit([source], destination)
+    assert problem is not None
+    assert problem[1].startswith("layer 2, conv.b of the state")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -50,6 +50,7 @@ class SteppedEngine:
         ahead: the next step may be scheduled before the outcome of the last is known, as on a GPU.
         states: `mamba_cache_mode`, if a group has states.
         caching: whether it has a prefix cache.
+        drafts: a method of speculative decoding, with a token more each step.
         extra: the connector's config.
     """
 
@@ -66,6 +67,7 @@ class SteppedEngine:
         ahead: bool = False,
         states: Any = "none",
         caching: bool = True,
+        drafts: Any = None,
         **extra: Any,
     ) -> None:
         config = config_of(
@@ -77,6 +79,9 @@ class SteppedEngine:
             additional=additional,
         )
         config.cache_config.mamba_cache_mode = states
+        if drafts:
+            config.speculative_config = SpeculativeConfig(method="ngram", num_speculative_tokens=1)
+            config.speculative_config.method = drafts  # no draft model is read
         if ahead and scheduler is Scheduler:
             scheduler = AsyncScheduler
         config.kv_transfer_config = self._transfer_config(config, role, extra)

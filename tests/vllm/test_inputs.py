@@ -25,7 +25,10 @@ def image(content, identifier, modality="image", offset=3):
 
 def request(features):
     return SimpleNamespace(
-        prompt_token_ids=[1, 2, 3], cache_salt=None, lora_request=None, mm_features=list(features)
+        prompt_token_ids=[1, 2, 3, 4, 5],
+        cache_salt=None,
+        lora_request=None,
+        mm_features=list(features),
     )
 
 
@@ -46,6 +49,18 @@ def test_an_image_counts_by_what_the_model_is_given():
         image(pixels, "x", offset=4),
     ]
     assert len({of(features=[other]) for other in others} - {before}) == len(others)
+
+
+def test_an_image_behind_the_end_does_not_count():
+    """The prefill engine leaves the last token of some prompts, and an image may begin there."""
+    known, pixels = RequestIdentity(), torch.arange(768.0).view(3, 256)
+    whole = request([image(pixels, "x"), image(pixels + 1, "y", offset=4)])
+    shorter = request(whole.mm_features)
+    shorter.prompt_token_ids = whole.prompt_token_ids[:4]
+    assert known.of(shorter) == known.of(whole, 4) == known.of(shorter, 4)
+    assert known.of(shorter) != known.of(whole)
+    within = request([image(pixels, "x"), image(pixels + 1, "y", offset=3)])
+    assert known.of(within, 4) != known.of(whole, 4)
 
 
 def test_a_name_that_a_client_gives_two_images_finds_no_kv_of_either_image_under_another_name():

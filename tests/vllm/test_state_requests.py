@@ -13,12 +13,13 @@ from support.vllm_steps import OFFER, PAGE, SteppedEngine
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from pd_connector.errors import ConfigError
+from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.messages import AuditReport, WorkerActivity
+from pd_connector.vllm.pages.held_states import HeldStates
 
 FULL = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=1, dtype=torch.float32)
 
@@ -173,6 +174,74 @@ def test_states_are_compared_where_both_sides_keep_one(tokens: int) -> None:
     engine.assert_nothing_held()
 
 
+@pytest.mark.parametrize("drafts", ["eagle", "ngram"])
+@pytest.mark.parametrize("tokens", [150, 9 * PAGE + 1, 9 * PAGE + 2, 10 * PAGE - 1])
+def test_states_of_a_model_that_drafts_are_compared_where_vllm_ends_a_step(
+    drafts: str, tokens: int
+) -> None:
+    """With drafts from hidden states vLLM does not reuse a prompt's last page, and ends its last aligned step a page
+    earlier. The step could compute the whole prompt."""
+    more = {"budget": 1024, "drafts": drafts, "scratch": 1}
+    engine, producer = engine_of(**more), engine_of(**more)
+    engine.fetch("a", tokens, 3)
+    while engine.scheduler.requests and not told(engine, Load):
+        engine.step()
+    (load,) = told(engine, Load)
+    wanted = tokens // PAGE * PAGE - PAGE if drafts == "eagle" else (tokens - 1) // PAGE * PAGE
+    assert (load.compares, load.state_token) == (True, wanted)
+    _assert_holds(engine, load.pages[1][0], wanted)
+    producer.add("a", tokens, 8, **OFFER)
+    final = offers(producer)[-1]
+    assert wanted in (final.state_token, final.boundary_token)
+    assert final.boundary_token > 0
+    _assert_holds(producer, final.pages[1][1], final.boundary_token)
+
+
+def _assert_holds(engine: SteppedEngine, page: int, position: int) -> None:
+    """vLLM's own record of the page."""
+    block = engine.scheduler.kv_cache_manager.block_pool.blocks[page]
+    assert block.block_hash_num_tokens == position
+
+
+def test_a_prompt_whose_states_are_kept_elsewhere_by_its_producer_is_not_audited() -> None:
+    """A prompt of whole pages is a page shorter for the producer, which leaves its last token."""
+    engine = engine_of(budget=1024, drafts="eagle", scratch=1)
+    engine.fetch("a", 9 * PAGE, 3)
+    while engine.scheduler.requests:
+        engine.step()
+    assert not told(engine, Load)
+    engine.fetch("b", 9 * PAGE + 1, 3, seed=1)  # the control
+    while engine.scheduler.requests and not told(engine, Load):
+        engine.step()
+    assert told(engine, Load)
+
+
+def test_a_page_that_holds_another_position_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM may keep the state of an earlier position in a page, than its place in the table says."""
+    engine = engine_of(budget=1024)
+    hold = HeldStates.hold
+    moved: list[int] = []
+
+    def moving(held: HeldStates, request_id: str, position: int) -> bool:
+        for page in engine.scheduler.kv_cache_manager.get_blocks(request_id).blocks[1]:
+            if page.block_hash_num_tokens == position:
+                page._block_hash_num_tokens = position - 1
+                moved.append(page.block_id)
+        return hold(held, request_id, position)
+
+    monkeypatch.setattr(HeldStates, "hold", moving)
+    engine.fetch("a", 150, 3)
+    while engine.scheduler.requests:
+        engine.step()
+    assert moved
+    assert not told(engine, Load)
+    assert audited(engine, "bb").state_token == 0, (
+        "nor is any other state of this pair: KV alone is"
+    )
+
+
 def test_a_prompt_shorter_than_a_page_has_no_state_to_compare() -> None:
     """With `mamba_cache_mode` none no prompt has, and KV alone is compared."""
     engine = engine_of()
@@ -186,6 +255,63 @@ def test_a_prompt_shorter_than_a_page_has_no_state_to_compare() -> None:
         engine.step()
     (load,) = told(engine, Load)
     assert (load.compares, load.state_token) == (True, 0)
+
+
+NO_STATE = "states stand after 148 tokens, wanted after 144"
+
+
+def audited(engine: SteppedEngine, name: str, tokens: int = 150, **reports: object) -> Load:
+    """A request is audited, and its comparison ends so."""
+    engine.commands.clear()
+    engine.fetch(name, tokens, 3, seed=len(name))
+    while engine.scheduler.requests and not told(engine, Load):
+        engine.step()
+    cause = reports.get("cause")
+    report = AuditReport(name, cause, (), str(reports.get("detail", "")))
+    engine.step(WorkerActivity(audits=(report,)))
+    while engine.scheduler.requests:
+        engine.step()
+    (load,) = told(engine, Load)
+    assert load.compares
+    return load
+
+
+def test_a_producer_without_a_prefix_cache_is_audited_by_its_kv_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It keeps no state after whole pages, so there is none to compare."""
+    producer, engine = engine_of("none"), engine_of()
+    producer.add("p", 150, 8, **OFFER)
+    offered = offers(producer)[-1]
+    with caplog.at_level("INFO", "pd_connector.vllm"):
+        load = audited(engine, "a", cause=Cause.TOKENS, detail=NO_STATE)
+    assert load.state_token not in (offered.state_token, offered.boundary_token)
+    assert f"audits of engine producer compare its KV without its states: {NO_STATE}" in caplog.text
+    load = audited(engine, "bb", 40)
+    assert load.state_token == 0, "the producer is asked for no state"
+    engine.commands.clear()
+    engine.fetch("ccc", 150, 3, seed=77)
+    engine.step()
+    (load,) = told(engine, Load)
+    assert (load.compares, load.state_token) == (False, 149), "it is trusted"
+
+
+@pytest.mark.parametrize("cause", [Cause.STALLED, Cause.AUDIT])
+def test_states_go_on_to_be_compared_after_other_failures(
+    cause: Cause, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of()
+    monkeypatch.setattr(engine.side._fetching.audits, "_retry_s", 0.0)
+    audited(engine, "a", cause=cause)
+    assert audited(engine, "bb").state_token == 144
+
+
+def test_a_producer_that_has_restarted_is_asked_for_states_again() -> None:
+    engine = engine_of()
+    load = audited(engine, "a", cause=Cause.TOKENS, detail=NO_STATE)
+    audits = engine.side._fetching.audits
+    audits.refused((tuple(peer.source for peer in load.peers), ""))
+    assert audited(engine, "bb").state_token == 144
 
 
 def test_there_is_no_pool_for_them(tmp_path: object) -> None:

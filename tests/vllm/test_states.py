@@ -150,6 +150,20 @@ def test_what_every_rank_holds_whole_is_one_unit(layout: str) -> None:
     assert torch.equal(states.sections[0][PAGE, 0], state)
 
 
+@pytest.mark.parametrize("kind", ["GDN_ATTN", "MAMBA2", "SHORT_CONV", "MAMBA1"])
+def test_rows_for_speculation_are_the_last_of_a_convolution(kind: str, layout: str) -> None:
+    """As many as the layer itself has added; Mamba1 has none."""
+    spec = spec_of(kind, num_speculative_blocks=1)
+    module = module_of(kind, 1)
+    assert (
+        describe_states("layers.0.mixer", spec, pages_of(spec)[0], module, 1)[1].scratch_rows == 0
+    )
+    module.num_spec = 1
+    assert (
+        describe_states("layers.0.mixer", spec, pages_of(spec)[0], module, 1)[1].scratch_rows == 1
+    )
+
+
 def test_other_kinds_and_records_of_recomputation_are_refused_by_name() -> None:
     custom = SimpleNamespace(mamba_type=SimpleNamespace(name="CUSTOM"), shapes=())
     with pytest.raises(UnsupportedGeometryError, match=r"layers\.0\.mixer is of kind CUSTOM"):

@@ -7,9 +7,11 @@ prompt, and reads the request's own pages. If the request ends earlier, its page
 over. Until a producer has passed, vLLM computes all of its prompts itself: no answer is wrong, and no request waits.
 
 A state at a prompt's end is overwritten by the next step. So states are compared at the last page boundary of the prompt,
-where both engines keep one (`StateTables.boundary`), and its page is held until then.
+where both engines keep one (`StateTables.boundary`), and its page is held until then. If one engine keeps none there,
+the next audit compares KV alone: it depends on the states of all layers before it.
 """
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger("pd_connector.vllm")
 
 LEAST_TOKENS = 32
 """Fewest tokens to fetch for an audit. A shorter prompt would show little."""
@@ -79,6 +83,7 @@ class Audits:
         self._ranks = ranks
         self._passed: dict[Pair, None] = {}
         self._retry: dict[Pair, float] = {}
+        self._kv_only: dict[Pair, None] = {}  # states are kept nowhere in common
         self._chosen: dict[str, bool] = {}  # by id of a later request: whether it is audited
         self._audits: dict[str, _Audit] = {}
         self._over: list[str] = []  # requests that have ended; their pages may be freed now
@@ -123,7 +128,7 @@ class Audits:
             return False
         if not self._eligible(request, fetch, missing):
             return False
-        position = self._position(request)
+        position = 0 if fetch.pair in self._kv_only else self._position(request)
         self._audits[request.request_id] = _Audit(fetch, unchanged, state_token=position)
         return True
 
@@ -144,6 +149,9 @@ class Audits:
             lost = zip(audit.listed, self._windows.first_kept(computed), strict=False)
             after = computed + output.num_scheduled_tokens.get(request_id, 0)
             held = self._hold(request_id, audit, after)
+            if not held:
+                why = f"vLLM keeps no state after {audit.state_token} tokens here"
+                self._compare_kv_only(audit.fetch.pair, why)
             if not held or any(first < kept for first, kept in lost):
                 commands += self._drop(request_id, Cause.WINDOW)
         now = time.monotonic()
@@ -205,6 +213,8 @@ class Audits:
                 self._retry[pair] = time.monotonic() + self._retry_s
                 adapter = audit.fetch.adapter
                 commands += [Distrust(engine, report.detail, adapter) for engine in report.engines]
+            if report.cause is Cause.TOKENS and audit.state_token:
+                self._compare_kv_only(pair, report.detail)
             commands += self._drop(report.request, Cause.ABORTED)
         return commands
 
@@ -219,16 +229,26 @@ class Audits:
     def refused(self, pair: Pair) -> None:
         """A rank no longer trusts this producer, for example because it has restarted."""
         self._passed.pop(pair, None)
+        self._kv_only.pop(pair, None)
+
+    def _compare_kv_only(self, pair: Pair, why: str) -> None:
+        """One of the engines does not keep the states that were to be compared. Without this no audit might ever end."""
+        if pair not in self._kv_only:
+            engine = pair[0][0].engine_id
+            logger.info("audits of engine %s compare its KV without its states: %s", engine, why)
+        self._kv_only[pair] = None
 
     def _position(self, request: "Request") -> int:
-        """Where vLLM keeps the states of a prompt that it computes; 0: nowhere. It leaves the prompt's last token to a
-        step of its own, or to the decoding."""
-        return self._states.boundary(request.num_prompt_tokens - 1)
+        """Where vLLM keeps the states of a prompt on both engines; 0: nowhere. The producer's prompt is one token shorter,
+        and it also offers the states at its end."""
+        tokens = request.num_prompt_tokens
+        position = self._states.boundary(tokens)
+        return position if position in (tokens - 1, self._states.boundary(tokens - 1)) else 0
 
     def _eligible(self, request: "Request", fetch: Fetch, missing: int) -> bool:
         """Whether an audit of this producer can begin with a request of `missing` missing tokens."""
         pair = fetch.pair
-        if self._states and self._states.keeps_boundaries:
+        if self._states and self._states.keeps_boundaries and pair not in self._kv_only:
             position = self._position(request)
             if not 0 < position <= fetch.tokens:
                 return False  # no state to compare
@@ -280,6 +300,6 @@ class Audits:
     def _pass(self, pair: Pair) -> None:
         self._retry.pop(pair, None)
         self._passed[pair] = None
-        for known in (self._passed, self._retry):
+        for known in (self._passed, self._retry, self._kv_only):
             while len(known) > _MOST_PAIRS:
                 del known[next(iter(known))]

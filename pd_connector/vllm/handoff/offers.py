@@ -89,7 +89,7 @@ class Offers(Part):
     def add(self, request: "Request", transfer: str, identity: bytes) -> Command:
         """A request has come, and another engine wants its KV. Returns a command for the agents."""
         self._known[request.request_id] = transfer, identity
-        if self._states.boundary(request.num_prompt_tokens - 1):
+        if self._states.boundary(request.num_prompt_tokens):
             self._keeps[request.request_id] = request
         if self._streaming:
             self._streaming.add(request, transfer, identity)
@@ -109,7 +109,7 @@ class Offers(Part):
             self._held.release(request_id)
         for request_id, request in self._keeps.items():
             tokens = output.num_scheduled_tokens.get(request_id, 0)
-            boundary = self._states.boundary(request.num_prompt_tokens - 1)
+            boundary = self._states.boundary(request.num_prompt_tokens)
             if tokens and request.num_computed_tokens + tokens >= boundary:
                 self._held.hold(request_id, boundary)
         if self._streaming:
@@ -146,7 +146,7 @@ class Offers(Part):
         offered = self._states.only(kept, tokens)
         boundary = 0
         if held := self._held.pages(request_id):
-            boundary = self._states.boundary(tokens - 1)
+            boundary = self._states.boundary(tokens)
             offered = tuple([*a, *b] for a, b in zip(offered, held, strict=True))
         offer = Offer(
             transfer,

@@ -112,7 +112,7 @@ class Streaming:
             final=False,
             provisional=prompt.provisional,
             state_token=prompt.tokens if self._states else 0,
-            boundary_token=self._states.boundary(prompt.tokens - 1),
+            boundary_token=self._states.boundary(prompt.tokens),
         )
 
 

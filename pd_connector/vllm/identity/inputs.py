@@ -127,10 +127,11 @@ class RequestIdentity:
             OSError: the content of its adapter is not known.
         """
         assert request.prompt_token_ids is not None
-        known, features = request.prompt_token_ids, request.mm_features or []
+        known = request.prompt_token_ids
         if tokens is not None and tokens < len(known):
             known = known[:tokens]
-            features = [one for one in features if one.mm_position.offset < tokens]
+        # An input can begin behind the end: at the last token of a prompt that was left to the decode engine.
+        features = [one for one in request.mm_features or () if one.mm_position.offset < len(known)]
         return token_fingerprint(
             known,
             salt=request.cache_salt or "",

@@ -5,7 +5,6 @@ frees such a page with one of the next steps, or when the request ends. It stays
 from typing import TYPE_CHECKING
 
 from pd_connector.vllm.pages.state_tables import StateTables
-from pd_connector.vllm.pages.windows import NULL_PAGE
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -38,12 +37,17 @@ class HeldStates:
             return True
         assert self._manager is not None
         tables = self._manager.get_blocks(request_id).blocks
-        only = self._states.only(tables, position)
-        held = [
-            [] if page is table else list(page) for page, table in zip(only, tables, strict=True)
-        ]
+        held: list[list[KVCacheBlock]] = []
+        for listed, table in zip(self._states.only(tables), tables, strict=True):
+            # By the position that vLLM has recorded: a page may hold an earlier one than its place in the table says.
+            page = [b for b in table if not b.is_null and b.block_hash_num_tokens == position][:1]
+            if listed is table:  # of KV
+                page = []
+            elif not page:
+                return False
+            held.append(page)
         blocks = [block for page in held for block in page]
-        if not blocks or any(block.block_id == NULL_PAGE for block in blocks):  # type: ignore[attr-defined]
+        if not blocks:
             return False
         self._manager.block_pool.touch(blocks)
         self._held[request_id] = held

@@ -12,15 +12,18 @@ class StateTables:
     Args:
         page_sizes: for each page table, 0 if it lists KV; else the tokens after which vLLM keeps a state in a page of
             its own, or None if a request's first page holds its state at any position (`mamba_cache_mode` none).
+        drops_last: whether vLLM keeps a prompt's states one page earlier, since it does not reuse the last page of a prompt
+            that its draft model has seen (`use_eagle_block_drop`: EAGLE, MTP, DFlash, DSpark).
     """
 
-    def __init__(self, page_sizes: Iterable[int | None]) -> None:
+    def __init__(self, page_sizes: Iterable[int | None], *, drops_last: bool = False) -> None:
         self._page_sizes: Sequence[int | None] = tuple(page_sizes)
+        self._drops_last = drops_last
 
     @classmethod
-    def of(cls, specs: Iterable[Any]) -> "StateTables":
+    def of(cls, specs: Iterable[Any], *, drops_last: bool = False) -> "StateTables":
         """Those of vLLM's KV cache groups, from each group's `kv_cache_spec`."""
-        return cls(_page_size(spec) for spec in specs)
+        return cls((_page_size(spec) for spec in specs), drops_last=drops_last)
 
     def __bool__(self) -> bool:
         """Whether the model keeps states."""
@@ -47,17 +50,20 @@ class StateTables:
         """Whether vLLM keeps states after whole pages beside the latest one."""
         return None not in self._page_sizes
 
-    def boundary(self, tokens: int) -> int:
-        """The last position up to `tokens` after which vLLM keeps a state in a page that it does not write again. It ends
-        a prefill step there (`mamba_cache_mode` align). 0: there is none.
+    def boundary(self, prompt: int) -> int:
+        """The last position before the last token of a prompt of `prompt` tokens after which vLLM keeps a state in a page
+        that it does not write again. It ends a prefill step there (`mamba_cache_mode` align). 0: there is none.
 
-        >>> StateTables([0, 16]).boundary(40), StateTables([0, None]).boundary(40)
+        >>> StateTables([0, 16]).boundary(41), StateTables([0, None]).boundary(41)
         (32, 0)
+        >>> StateTables([0, 16], drops_last=True).boundary(41)
+        16
         """
         if not self or not self.keeps_boundaries:
             return 0
         step = math.lcm(*(size for size in self._page_sizes if size))
-        return tokens // step * step
+        pages = prompt // step - 1 if self._drops_last else (prompt - 1) // step
+        return max(0, pages * step)
 
     @staticmethod
     def _page(table: Sequence[int], size: int | None, position: int) -> Sequence[int]:
