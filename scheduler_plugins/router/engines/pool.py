@@ -24,6 +24,7 @@ from scheduler_plugins.router.engines.failures import EngineFailedError, Unreach
 from scheduler_plugins.router.engines.inquiry import Inquiry
 from scheduler_plugins.router.engines.named import NamedEngines
 from scheduler_plugins.router.engines.observed import SharedHistory
+from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pair_audits import PairAudits
 from scheduler_plugins.router.engines.role_state import MOST_DECISIONS, Decision, Version
 from scheduler_plugins.router.engines.stores import StoreReaders
@@ -130,6 +131,7 @@ class EnginePool(Pool):
                 self.replace(engine, place)
             elif not (unknown or self.leaves(engine)):
                 leaving.append(engine)
+                self.drained.discard(engine.url)
         joining = [self.add(url, place) for url, place in places.items()]
         for engine in leaving:
             self.remove(engine, joining)
@@ -198,7 +200,10 @@ class EnginePool(Pool):
                     await watch.checked.wait()
         engine.draining = True
         end_s = ran_s() + self._config.drain_timeout_s
-        while engine.load.own_open and (is_behind() or ran_s() < end_s):  # noqa: ASYNC110 - a count, not an event
+        load = engine.load
+        while load.own_open or load.others.of_workers(Count.OPEN):
+            if not is_behind() and ran_s() >= end_s:
+                break
             await asyncio.sleep(LEAVE_LOOK_S)
         del self._leaving[engine]
         self._tasks.pop(engine).cancel()
