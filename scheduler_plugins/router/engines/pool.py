@@ -4,6 +4,7 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -62,7 +63,8 @@ class EnginePool(Pool):
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
         self._named = NamedEngines(lambda: self._config, session)
-        self.name = secrets.token_hex(8)  # among workers and routers
+        self.name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
+        """Its name among workers and routers. The smallest leads, so it begins with the time: the oldest one goes on."""
         self.listed = Version()
         """How often an operator or the settings file has changed the list of engines. 0: it is as at the start."""
         self.drained = set[str]()
@@ -159,7 +161,7 @@ class EnginePool(Pool):
             role_state.pinned, role_state.switch_to = False, home
             self.look_again(engine)
         else:
-            if role is not home and self.metrics.first_worker:
+            if role is not home:
                 self.metrics.role_moves.labels(role, home, "settings").inc()
             self.set_role(engine, home, pinned=False)
 
@@ -294,16 +296,10 @@ class EnginePool(Pool):
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         if engine not in self._watches:
             return  # it has left
-        if not isinstance(failure, UnreachableError):
-            note_circuit(engine, failure, self.metrics)
-        self.check(engine, failure)
-
-    def check(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A request to the engine failed, in this process or in another. Check the engine now."""
-        if engine not in self._watches:
-            return
         if isinstance(failure, UnreachableError):
             self._watches[engine].set_down(str(failure), refusing=failure.refused)
+        else:
+            note_circuit(engine, failure, self.metrics)
         self._watches[engine].wake.set()
 
     def confirm(self, engine: BackendEngine, rank: int, seen: ProducerAddress) -> None:

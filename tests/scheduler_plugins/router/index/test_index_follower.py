@@ -106,6 +106,18 @@ def test_an_event_of_more_blocks_than_an_engine_may_have_is_not_even_hashed(
     assert known.state("e").blocks == 0
 
 
+def test_names_of_the_same_blocks_are_bounded_as_blocks_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held, "MOST_BLOCKS", 8)
+    known = Prefixes()
+    for first in (10, 20):
+        known.told("e", Batch(0.0, [Stored([*range(first, first + 4)], None, TOKENS, 4)]))
+    assert known.state("e").blocks == 4, "they are the same blocks"
+    known.told("e", Batch(0.0, [Stored([30, 31, 32, 33], None, TOKENS, 4)]))
+    assert known.state("e").blocks == 0, "its part is dropped"
+
+
 @pytest.mark.parametrize("ends", ["at the start", "later"])
 def test_a_port_that_cannot_be_reached_is_told_until_it_can(
     ends: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -109,6 +109,39 @@ def test_an_engine_that_an_operator_adds_or_removes_or_drains_at_one_worker_chan
     run(scenario())
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_role_that_the_settings_give_is_counted_once(at: int, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with engines() as fakes, two(config_of(fakes), tmp_path) as both:
+            await until(lambda: sum(one.app[METRICS].first_worker for one in both) == 1, "one does")
+            pool, seen = pool_of(both[at]), engine_of(both[1 - at], fakes[2])
+            urls = [fake.url for fake in fakes]
+            moved = replace(pool.config, prefill=(urls[0], urls[2]), decode=(urls[1],))
+            pool.edit(moved)
+            await until(lambda: seen.role is Role.PREFILL, "both know")
+            await until(lambda: pool_of(both[1 - at]).listed == pool.listed, "the list as well")
+            counts = [
+                one.app[METRICS].role_moves.labels("decode", "prefill", "settings") for one in both
+            ]
+            assert sum(one.collect()[0].samples[0].value for one in counts) == 1
+
+    run(scenario())
+
+
+def test_the_worker_that_started_first_leads_and_goes_on_when_others_start_again(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        names = list[str]()
+        async with engines() as fakes:
+            for number in (0, 1, 0, 1):
+                async with worker(config_of(fakes), tmp_path, number, new_table(2)) as one:
+                    names.append(pool_of(one).name)
+        assert names == sorted(names)
+
+    run(scenario())
+
+
 def test_a_drained_engine_that_is_removed_and_added_again_serves(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with engines() as fakes, two(config_of(fakes), tmp_path) as (one, other):
