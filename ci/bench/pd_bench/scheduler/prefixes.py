@@ -33,8 +33,8 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
         blocks: blocks of each engine. Blocks have few tokens here, which changes neither figure.
     """
     index = BlockIndex()
-    names = [f"engine{n}" for n in range(engines)]
-    held = [HeldBlocks(index, name) for name in names]
+    engine_names = [f"engine{n}" for n in range(engines)]
+    held = [HeldBlocks(index, name) for name in engine_names]
     random, stop_s = np.random.default_rng(0), 0.0
     for first in range(0, blocks, _AT_ONCE):
         for n, held_index in enumerate(held):
