@@ -95,6 +95,7 @@ def create_app(
     app[CONNECTIONS] = ConnectionLimit(config.connections)
     app[BODIES] = BodyBudget(config.bodies_mib << 20, config.body_mib << 20)
     app[METRICS], app[PLACE] = Metrics(), place
+    app[METRICS].first_worker = place is None  # workers agree later on the one that counts
     app[RENDER] = app[METRICS].render
     app[ADMIN_AUTH] = AdminAuth(config.admin_key)
     app[STOPPING] = Stopping()

@@ -29,6 +29,9 @@ class Others(Protocol):
     def sum(self, count: Count) -> float:
         """The sum of this count over all others."""
 
+    def of_workers(self, count: Count) -> float:
+        """As `sum`, over other workers of this router only."""
+
     def latest(self, count: Count) -> float:
         """The largest number of all others; 0 if there are no others."""
 
@@ -40,6 +43,9 @@ class NoOthers:
     """`Others` for a single router with a single process."""
 
     def sum(self, count: Count) -> float:
+        return 0.0
+
+    def of_workers(self, count: Count) -> float:
         return 0.0
 
     def latest(self, count: Count) -> float:

@@ -4,6 +4,7 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from scheduler_plugins.router.engines.failures import EngineFailedError, Unreach
 from scheduler_plugins.router.engines.inquiry import Inquiry
 from scheduler_plugins.router.engines.named import NamedEngines
 from scheduler_plugins.router.engines.observed import SharedHistory
+from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.engines.pair_audits import PairAudits
 from scheduler_plugins.router.engines.role_state import MOST_DECISIONS, Decision, Version
 from scheduler_plugins.router.engines.stores import StoreReaders
@@ -61,7 +63,8 @@ class EnginePool(Pool):
         self._tasks: dict[BackendEngine, asyncio.Task[None]] = {}
         self._leaving: dict[BackendEngine, asyncio.Task[None]] = {}
         self._named = NamedEngines(lambda: self._config, session)
-        self.name = secrets.token_hex(8)  # among workers and routers
+        self.name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
+        """Its name among workers and routers. The smallest leads, so it begins with the time: the oldest one goes on."""
         self.listed = Version()
         """How often an operator or the settings file has changed the list of engines. 0: it is as at the start."""
         self.drained = set[str]()
@@ -130,6 +133,7 @@ class EnginePool(Pool):
                 self.replace(engine, place)
             elif not (unknown or self.leaves(engine)):
                 leaving.append(engine)
+                self.drained.discard(engine.url)
         joining = [self.add(url, place) for url, place in places.items()]
         for engine in leaving:
             self.remove(engine, joining)
@@ -157,7 +161,7 @@ class EnginePool(Pool):
             role_state.pinned, role_state.switch_to = False, home
             self.look_again(engine)
         else:
-            if role is not home and self.metrics.first_worker:
+            if role is not home:
                 self.metrics.role_moves.labels(role, home, "settings").inc()
             self.set_role(engine, home, pinned=False)
 
@@ -198,7 +202,10 @@ class EnginePool(Pool):
                     await watch.checked.wait()
         engine.draining = True
         end_s = ran_s() + self._config.drain_timeout_s
-        while engine.load.own_open and (is_behind() or ran_s() < end_s):  # noqa: ASYNC110 - a count, not an event
+        load = engine.load
+        while load.own_open or load.others.of_workers(Count.OPEN):
+            if not is_behind() and ran_s() >= end_s:
+                break
             await asyncio.sleep(LEAVE_LOOK_S)
         del self._leaving[engine]
         self._tasks.pop(engine).cancel()
@@ -289,16 +296,10 @@ class EnginePool(Pool):
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
         if engine not in self._watches:
             return  # it has left
-        if not isinstance(failure, UnreachableError):
-            note_circuit(engine, failure, self.metrics)
-        self.check(engine, failure)
-
-    def check(self, engine: BackendEngine, failure: EngineFailedError) -> None:
-        """A request to the engine failed, in this process or in another. Check the engine now."""
-        if engine not in self._watches:
-            return
         if isinstance(failure, UnreachableError):
             self._watches[engine].set_down(str(failure), refusing=failure.refused)
+        else:
+            note_circuit(engine, failure, self.metrics)
         self._watches[engine].wake.set()
 
     def confirm(self, engine: BackendEngine, rank: int, seen: ProducerAddress) -> None:

@@ -40,6 +40,7 @@ class SlowProbes:
         self.store_at = 0.0
         """When to ask the engine for its place in a KV pool; infinite: it uses none until it is restarted."""
         self._last: Reading | None = None
+        self._counted = False  # whether the outcomes of its requests were counted before
         self._version_known = False
         self._store_failure = ""  # why the last query of its place in a KV pool had no result
 
@@ -129,7 +130,7 @@ class SlowProbes:
         if not engine.serves(Role.DECODE):
             engine.warning = ""
             return
-        _count(engine, handoffs, reading.at_s)
+        self._count(handoffs, reading.at_s)
         # vLLM without log statistics has no metrics at all, and says nothing of its connector.
         if engine.kind is Kind.VLLM and reading.cache_used is not None and not reading.totals:
             warning = _HAS_NONE
@@ -137,6 +138,20 @@ class SlowProbes:
         if warning and not engine.warning:
             logger.warning("%s (decode): %s", engine.url, warning)
         engine.warning = warning
+
+    def _count(self, handoffs: dict[str, int], now_s: float) -> None:
+        """Take the engine's outcomes of handoffs since its start, and count the new ones. The first time, they are older
+        than the last minutes that the live page shows."""
+        engine = self.engine
+        for outcome, count in handoffs.items():
+            before = engine.handoffs.get(outcome, 0)
+            new = count - before if count >= before else count  # lower: the engine has restarted
+            labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
+            if engine.metrics.first_worker:
+                engine.metrics.handoffs.labels(*labels).inc(new)
+            if new and self._counted:
+                engine.metrics.pulse.ended(now_s, {labels[0]: new})
+        engine.handoffs, self._counted = handoffs, True
 
 
 _NOT_REPORTED = (
@@ -153,16 +168,3 @@ _HAS_NONE = (
     "it is a decode engine without PDConnector, so it computes every prompt that a prefill engine has computed for it. "
     "What to do: start it with PDConnector and kv_role kv_consumer or kv_both"
 )
-
-
-def _count(engine: BackendEngine, handoffs: dict[str, int], now_s: float) -> None:
-    """Take the engine's outcomes of handoffs since its start, and count the new ones."""
-    for outcome, count in handoffs.items():
-        before = engine.handoffs.get(outcome, 0)
-        new = count - before if count >= before else count  # lower: the engine has restarted
-        labels = (outcome, "") if outcome in OUTCOMES else ("recomputed", outcome)
-        if engine.metrics.first_worker:
-            engine.metrics.handoffs.labels(*labels).inc(new)
-        if new:
-            engine.metrics.pulse.ended(now_s, {labels[0]: new})
-    engine.handoffs = handoffs

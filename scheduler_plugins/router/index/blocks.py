@@ -33,11 +33,6 @@ class BlockIndex:
         return [_leading(hashes, self._blocks.get(engine, none)) for engine in engines]
 
     @property
-    def engines(self) -> Sequence[str]:
-        """Names of the added engines."""
-        return list(self._blocks)
-
-    @property
     def nbytes(self) -> int:
         """Size in bytes, with the hashes."""
         return sum(sys.getsizeof(one) + _INTEGER_BYTES * len(one) for one in self._blocks.values())

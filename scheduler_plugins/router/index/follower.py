@@ -139,6 +139,9 @@ class EventFollower:
                 await self._replay()
                 while True:
                     await self._received(await events.recv_multipart())
+                    await asyncio.sleep(
+                        0
+                    )  # `recv_multipart` does not wait while there are messages
             finally:
                 watching.cancel()
                 with suppress(asyncio.CancelledError):
@@ -215,6 +218,7 @@ class EventFollower:
                         number, batch = int.from_bytes(frames[-2], "big"), decode(frames[-1])
                         if self._numbers.step(number, batch.ts) in (Step.APPLY, Step.REPLAY):
                             self._apply(number, batch)
+                        await asyncio.sleep(0)  # as in `_follow`
 
     def _apply(self, number: int, batch: Batch) -> None:
         """Apply a batch. If earlier batches are missing, they are lost for good."""

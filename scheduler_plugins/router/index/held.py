@@ -91,7 +91,8 @@ class HeldBlocks:
         # In a sliding window, blocks in the middle may be missing. Then the tokens cannot be matched to blocks.
         if size < 1 or not names or len(event.token_ids) != size * len(names):
             return
-        if self.blocks + len(names) > MOST_BLOCKS:
+        # Two names of one block count twice: the names take memory too.
+        if max(self.blocks, len(self._ours)) + len(names) > MOST_BLOCKS:
             self.clear()
             return
         parent: int | None = None

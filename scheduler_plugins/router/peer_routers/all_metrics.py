@@ -80,7 +80,7 @@ class AllMetrics:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Write the file every second inside the block."""
+        """Write the file every second inside the block, and at its end."""
         self._metrics.workers.set(1)
         self._write(self._families())
         task = asyncio.create_task(self._keep_writing(), name="write metrics for other workers")
@@ -89,6 +89,7 @@ class AllMetrics:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            self._write(self._families())
 
     async def _keep_writing(self) -> None:
         while True:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import mmap
+from array import array
 from collections.abc import Collection, Sequence
-from struct import Struct
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,7 +24,6 @@ MOST_ENGINES = 1024
 """Most engines with shared counts. For further engines, each worker sees its own counts only."""
 WORD_BYTES = 8
 _FIELDS = len(Count)
-_COUNTS = Struct(f"={_FIELDS}d")
 _ROW = 1 + MOST_ENGINES * (1 + _FIELDS)  # a version, keys of engines, and their counts
 
 
@@ -76,8 +75,9 @@ class OtherSenders:
 
     def tell(self, counts: tuple[float, ...]) -> None:
         if self.own is not None:
-            # This runs at every change of every request, so all counts go in one call.
-            _COUNTS.pack_into(self._view, WORD_BYTES * self.own, *counts)
+            # This runs at every change of every request, so all counts go in one call. It copies whole words: readers in
+            # other processes must not see half a number.
+            self._view[self.own : self.own + _FIELDS] = array("d", counts)
 
 
 class SenderCounts:

@@ -181,7 +181,6 @@ class PeerRouters:
         place, self._begun_s = self._place, asyncio.get_running_loop().time()
         self._named = len(set(fellows))
         self._pool.leads = not (fellows or place)
-        self._metrics.first_worker = place is None
         self._pool.history.listened = bool(exchange or place)
         self._pool.unsent_prompts = [] if exchange or place else None
         self._tells_load = place is None or (place.is_first and bool(exchange))
@@ -198,7 +197,8 @@ class PeerRouters:
                     group.create_task(self._tell(circles, gatekeeper))
                     for circle in circles:
                         others = [c for c in circles if c is not circle]
-                        group.create_task(self._hear(circle, others))
+                        outside = place is None or circle is not circles[0]
+                        group.create_task(self._hear(circle, others, outside=outside))
             finally:
                 for circle in circles:
                     circle.close()
@@ -223,18 +223,21 @@ class PeerRouters:
     async def _tell(self, circles: Sequence[_Circle], gatekeeper: Gatekeeper | None) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            if gatekeeper is not None:
-                gatekeeper.answer()
-            self._counts.follow(self._pool.engines)
-            if (content := self.saying(loop.time())) is not None:
-                for circle in circles:
-                    await circle.telling.send(content)
-            self.show(loop.time(), forgets=not is_behind())
-            self.count(self._named, loop.time())
+            try:
+                if gatekeeper is not None:
+                    gatekeeper.answer()
+                self._counts.follow(self._pool.engines)
+                if (content := self.saying(loop.time())) is not None:
+                    for circle in circles:
+                        await circle.telling.send(content)
+                self.show(loop.time(), forgets=not is_behind())
+                self.count(self._named, loop.time())
+            except Exception:  # the exchange must not end: nobody would start it again
+                logger.exception("the load could not be sent to other routers this time")
             await asyncio.sleep(EVERY_S)
 
-    async def _hear(self, circle: _Circle, others: Sequence[_Circle]) -> None:
-        """Take in what one circle says, and pass it on to the others."""
+    async def _hear(self, circle: _Circle, others: Sequence[_Circle], *, outside: bool) -> None:
+        """Take in what one circle says, and pass it on to the others. `outside`: as in `heard`."""
         loop, showing = asyncio.get_running_loop(), False
 
         def show() -> None:
@@ -244,9 +247,12 @@ class PeerRouters:
 
         while True:
             message = await circle.hearing.recv()
-            if self.heard(message, loop.time()):
-                for other in others:
-                    await other.telling.send(message)
+            try:
+                if self.heard(message, loop.time(), outside=outside):
+                    for other in others:
+                        await other.telling.send(message)
+            except Exception:  # as in `_tell`
+                logger.exception("a message of another router could not be used")
             if not showing:
                 showing = True
                 loop.call_later(TOGETHER_S, show)
@@ -313,12 +319,18 @@ class PeerRouters:
             result.append((url, packed(hashes)))
         return result
 
-    def heard(self, message: bytes, now_s: float) -> bool:
-        """Take in a message. Returns whether it is new and valid; otherwise it changes nothing."""
+    def heard(self, message: bytes, now_s: float, *, outside: bool = False) -> bool:
+        """Take in a message. Returns whether it is new and valid; otherwise it changes nothing.
+
+        Args:
+            outside: whether it came from other routers. Such a message is not a worker's of this router, whatever it says.
+        """
         try:
             sent = _DECODER.decode(message)
         except msgspec.MsgspecError as error:
             logger.debug("a message of another router cannot be read: %s", error)
+            return False
+        if outside and self._router_id and sent.router_id == self._router_id:
             return False
         full = sent.router not in self._heard and len(self._heard) >= MOST_FELLOWS
         if sent.router == self._name or full or self._numbers.get(sent.router, 0) >= sent.number:

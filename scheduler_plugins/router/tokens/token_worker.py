@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from multiprocessing import parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from scheduler_plugins.router.index.hashes import token_bytes
@@ -51,10 +54,18 @@ class Examined(NamedTuple):
     probes: tuple[tuple[dict[str, Any], bytes], ...]
 
 
-def without_torch() -> None:
-    """Initialize a worker process so that torch is not imported. Tokenizers do not need torch, and it would take
-    seconds and 200 MB a process."""
+def begin() -> None:
+    """Initialize a worker process so that it ends with the router, however that ends, and so that torch is not imported.
+    Tokenizers do not need torch, and it would take seconds and 200 MB a process."""
     sys.modules["torch"] = None  # type: ignore[assignment]
+    Thread(target=_end_with_the_router, name="end with the router", daemon=True).start()
+
+
+def _end_with_the_router() -> None:
+    router = parent_process()
+    assert router is not None
+    router.join()
+    os._exit(1)
 
 
 def examine(folder: str) -> Examined:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from scheduler_plugins.router.tokens.token_worker import (
     Examined,
     TokenizerError,
+    begin,
     examine,
     files_digest,
     tokenize,
-    without_torch,
 )
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class _Process:
         TimeoutError."""
         if self._executor is None:
             context = get_context("spawn")
-            self._executor = ProcessPoolExecutor(1, context, initializer=without_torch)
+            self._executor = ProcessPoolExecutor(1, context, initializer=begin)
         self.open_tasks += 1
         try:
             async with asyncio.timeout(limit_s):

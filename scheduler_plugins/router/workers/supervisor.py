@@ -249,6 +249,8 @@ def _awaited_signals() -> Iterator[set[signal.Signals]]:
     try:
         yield ends
     finally:
+        while signal.sigtimedwait(ends, 0):
+            pass  # a second Ctrl-C while the router ends
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

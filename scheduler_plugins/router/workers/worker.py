@@ -14,7 +14,7 @@ from scheduler_plugins.router.loop import run
 from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
-from scheduler_plugins.router.settings.settings_file import SettingsError, SettingsFile
+from scheduler_plugins.router.settings.settings_file import AT_START, SettingsError, SettingsFile
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Pipes(NamedTuple):
     supervisor: int
     """Ends when the supervisor does."""
     report: int
-    """Takes `LISTENING`, or the reason why the worker cannot listen."""
+    """Takes `LISTENING`, or the reason why the worker cannot serve."""
 
 
 def work(
@@ -39,14 +39,17 @@ def work(
         format=f"%(asctime)s %(levelname)s [{os.getpid()}] %(message)s",
         force=True,
     )
-    if settings is not None:
-        config = _current(config, settings)
     try:
+        if settings is not None:
+            config = _current(config, settings)
         run(_serve(config, settings, place, pipes))
     except OSError as error:
         os.write(pipes.report, str(error).encode())
         logger.error("this worker cannot listen on %s", error)
         return 1
+    except Exception as error:
+        os.write(pipes.report, repr(error).encode())
+        raise
     return 0
 
 
@@ -56,16 +59,8 @@ def _current(config: RouterConfig, settings: SettingsFile) -> RouterConfig:
         settings.changed()
     except SettingsError as error:
         logger.error("the changed settings cannot be used, so the old settings stay: %s", error)
-    at_start = (
-        "port",
-        "admin_port",
-        "admin_key",
-        "connections",
-        "body_mib",
-        "bodies_mib",
-        "workers",
-    )
-    return replace(settings.current, **{name: getattr(config, name) for name in at_start})
+    kept = {name: getattr(config, name) for name in (*AT_START, "port", "admin_port", "admin_key")}
+    return replace(settings.current, **kept)
 
 
 async def _serve(

@@ -4,6 +4,7 @@ fills."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter, thread_time
 
 import numpy as np
@@ -32,7 +33,8 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
         blocks: blocks of each engine. Blocks have few tokens here, which changes neither figure.
     """
     index = BlockIndex()
-    held = [HeldBlocks(index, f"engine{n}") for n in range(engines)]
+    engine_names = [f"engine{n}" for n in range(engines)]
+    held = [HeldBlocks(index, name) for name in engine_names]
     random, stop_s = np.random.default_rng(0), 0.0
     for first in range(0, blocks, _AT_ONCE):
         for n, held_index in enumerate(held):
@@ -64,7 +66,7 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
         ),
     ]
     for length in PROMPTS:
-        times = _match_times(index, length, rounds)
+        times = _match_times(index, engine_names, length, rounds)
         comparisons.append(
             Comparison(
                 f"match of {length} blocks",
@@ -78,10 +80,9 @@ def compare(engines: int, blocks: int, rounds: int = 200) -> list[Comparison]:
     return comparisons
 
 
-def _match_times(index: BlockIndex, length: int, rounds: int) -> list[float]:
+def _match_times(index: BlockIndex, names: Sequence[str], length: int, rounds: int) -> list[float]:
     """Seconds of each look-up of a prompt. Every engine has another share of it."""
-    random, names = np.random.default_rng(length), list(index.engines)
-    prompt: Hashes = random.integers(1, 2**63, length).tolist()
+    prompt: Hashes = np.random.default_rng(length).integers(1, 2**63, length).tolist()
     for n, name in enumerate(names):
         index.store(name, prompt[: length * (n % 8) // 8])
     times = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import msgspec
@@ -105,6 +106,18 @@ def test_an_event_of_more_blocks_than_an_engine_may_have_is_not_even_hashed(
     assert known.state("e").blocks == 0
 
 
+def test_names_of_the_same_blocks_are_bounded_as_blocks_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held, "MOST_BLOCKS", 8)
+    known = Prefixes()
+    for first in (10, 20):
+        known.told("e", Batch(0.0, [Stored([*range(first, first + 4)], None, TOKENS, 4)]))
+    assert known.state("e").blocks == 4, "they are the same blocks"
+    known.told("e", Batch(0.0, [Stored([30, 31, 32, 33], None, TOKENS, 4)]))
+    assert known.state("e").blocks == 0, "its part is dropped"
+
+
 @pytest.mark.parametrize("ends", ["at the start", "later"])
 def test_a_port_that_cannot_be_reached_is_told_until_it_can(
     ends: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -162,5 +175,58 @@ def test_a_publisher_that_was_forgotten_on_the_way_is_followed_again(
             await until(lambda: bool(one.reached), "reached again")
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    run(scenario())
+
+
+class Turns(Prefixes):
+    """Notes in which turn of the loop each batch came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.turns_of_batches = 0, list[int]()
+
+    def told(self, engine: str, batch: Batch, rank: int = 0) -> None:
+        self.turns_of_batches.append(self.turn)
+
+    async def count(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_other_work_goes_on_between_batches_that_have_come_together(replayed: bool) -> None:
+    batches = 50
+
+    async def scenario() -> None:
+        known = Turns()
+        with (
+            zmq.asyncio.Context() as context,
+            context.socket(zmq.XPUB) as engine,
+            context.socket(zmq.ROUTER) as history,
+        ):
+            for socket in (engine, history):
+                socket.setsockopt(zmq.LINGER, 0)
+            port, replay = (
+                socket.bind_to_random_port("tcp://127.0.0.1") for socket in (engine, history)
+            )
+            asked = f"tcp://127.0.0.1:{replay}" if replayed else None
+            one = EventFollower("e", f"tcp://127.0.0.1:{port}", asked, known, context)
+            tasks = [asyncio.create_task(one.run()), asyncio.create_task(known.count())]
+            if replayed:
+                asking, *_ = await history.recv_multipart()
+                sending, to = history, [asking]
+            else:
+                await engine.recv()
+                sending, to = engine, []
+            for number in range(batches):
+                await sending.send_multipart([*to, *message(number, 1.0)])
+            time.sleep(0.2)  # noqa: ASYNC251 - the loop stands still while all arrive
+            await until(lambda: len(known.turns_of_batches) == batches, "all came")
+            assert len(set(known.turns_of_batches)) == batches
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     run(scenario())

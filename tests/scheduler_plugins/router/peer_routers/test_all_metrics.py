@@ -81,3 +81,15 @@ def test_the_live_page_of_a_successor_goes_on(tmp_path: Path) -> None:
     note_end(tmp_path, 0)
     metrics, _ = worker(tmp_path, 0, again=True)
     assert [beat.arrivals for beat in metrics.pulse.beats(now_s)] == [1]
+
+
+def test_a_worker_that_ends_leaves_what_it_has_counted_last(tmp_path: Path) -> None:
+    (ending, its), (_, other) = worker(tmp_path, 0), worker(tmp_path, 1)
+
+    async def scenario() -> None:
+        async with its.writing():
+            ending.requests.labels("/v1/completions", "ok").inc(5)
+
+    asyncio.run(scenario())
+    note_end(tmp_path, 0)
+    assert shown(other, "pd_router:requests_total") == 5

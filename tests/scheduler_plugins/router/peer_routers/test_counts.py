@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.others import Count
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.peer_routers import counts
 from scheduler_plugins.router.peer_routers.counts import SenderCounts, clear_row, new_table
@@ -102,3 +107,25 @@ def test_more_engines_than_places_are_counted_alone(
     for one in ours:
         one.load.decode_sent("1", 30, 5)
     assert sorted(one.context for one in theirs) == [0, 30]
+
+
+def test_no_worker_sees_half_of_a_change_of_another() -> None:
+    table = new_table(2)
+    (a,), (x,) = engines("a"), engines("a")
+    one, other = SenderCounts(table, 0), SenderCounts(table, 1)
+    one.follow([a])
+    other.follow([x])
+    sent = [(1.0,) * len(Count), (1.0 + 2.0**-30,) * len(Count)]
+    one.of(a).tell(sent[0])
+    if not (writer := os.fork()):
+        while True:
+            for counts_of_a in sent:
+                one.of(a).tell(counts_of_a)
+    try:
+        seen, until_s = set[float](), time.monotonic() + 0.5
+        while time.monotonic() < until_s:
+            seen |= {other.of(x).of_workers(count) for count in Count}
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    assert seen == {counts_of_a[0] for counts_of_a in sent}

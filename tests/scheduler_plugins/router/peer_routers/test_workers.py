@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,9 +18,10 @@ from router_fakes import FAST, FakeEngine, run, until
 from support.free_ports import free_ports
 
 from scheduler_plugins.router.endpoints.app_keys import METRICS, SHARED
+from scheduler_plugins.router.engines import slow_probes
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.observed import SharedHistory
-from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.engines.pool import LEAVE_LOOK_S, EnginePool
 from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
@@ -107,6 +109,73 @@ def test_an_engine_that_an_operator_adds_or_removes_or_drains_at_one_worker_chan
     run(scenario())
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_role_that_the_settings_give_is_counted_once(at: int, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with engines() as fakes, two(config_of(fakes), tmp_path) as both:
+            await until(lambda: sum(one.app[METRICS].first_worker for one in both) == 1, "one does")
+            pool, seen = pool_of(both[at]), engine_of(both[1 - at], fakes[2])
+            urls = [fake.url for fake in fakes]
+            moved = replace(pool.config, prefill=(urls[0], urls[2]), decode=(urls[1],))
+            pool.edit(moved)
+            await until(lambda: seen.role is Role.PREFILL, "both know")
+            await until(lambda: pool_of(both[1 - at]).listed == pool.listed, "the list as well")
+            counts = [
+                one.app[METRICS].role_moves.labels("decode", "prefill", "settings") for one in both
+            ]
+            assert sum(one.collect()[0].samples[0].value for one in counts) == 1
+
+    run(scenario())
+
+
+def test_the_worker_that_started_first_leads_and_goes_on_when_others_start_again(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        names = list[str]()
+        async with engines() as fakes:
+            for number in (0, 1, 0, 1):
+                async with worker(config_of(fakes), tmp_path, number, new_table(2)) as one:
+                    names.append(pool_of(one).name)
+        assert names == sorted(names)
+
+    run(scenario())
+
+
+def test_a_drained_engine_that_is_removed_and_added_again_serves(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with engines() as fakes, two(config_of(fakes), tmp_path) as (one, other):
+            own, before = pool_of(one), pool_of(one).config
+            own.drain(engine_of(one, fakes[2]), True)
+            await until(lambda: engine_of(other, fakes[2]).draining, "it drains")
+            own.edit(replace(before, decode=(fakes[1].url,)))
+            await until(lambda: len(pool_of(other).engines) == 2, "it leaves")
+            own.edit(replace(own.config, decode=before.decode))
+            await until(lambda: len(pool_of(other).engines) == 3, "it comes back")
+            assert not engine_of(one, fakes[2]).draining
+            assert not engine_of(other, fakes[2]).draining
+
+    run(scenario())
+
+
+def test_an_engine_stays_on_the_list_while_any_worker_has_requests_open_to_it(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with engines() as fakes, two(config_of(fakes), tmp_path) as (one, other):
+            leaving = engine_of(other, fakes[2])
+            leaving.load.opened(1)
+            pool_of(one).edit(replace(pool_of(one).config, decode=(fakes[1].url,)))
+            await until(lambda: pool_of(other).leaves(leaving), "it is to leave")
+            await asyncio.sleep(4 * LEAVE_LOOK_S)
+            assert engine_of(one, fakes[2]).draining
+            leaving.load.opened(-1)
+            for pool in (pool_of(one), pool_of(other)):
+                await until(lambda pool=pool: len(pool.engines) == 2, "it has left")
+
+    run(scenario())
+
+
 def test_a_worker_that_starts_again_serves_with_the_list_that_the_others_have(
     tmp_path: Path,
 ) -> None:
@@ -181,6 +250,38 @@ def test_one_worker_counts_what_engines_report(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_what_engines_have_done_before_a_worker_starts_is_not_counted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_probes, "METRICS_LOOK_S", 0.01)
+    outcome = 'pd_connector:handoffs_total{cause="handed_over",engine="0",model_name="m"} %d.0'
+
+    def counted(one: RouterServer) -> float:
+        labelled = one.app[METRICS].handoffs.labels("handed_over", "")
+        return float(labelled.collect()[0].samples[0].value)
+
+    async def scenario() -> None:
+        async with engines(2) as fakes:
+            fakes[1].metrics = outcome % 1000
+            async with two(config_of(fakes), tmp_path) as both:
+                known = [engine_of(one, fakes[1]) for one in both]
+                await until(
+                    lambda: [one.app[METRICS].first_worker for one in both].count(True) == 1,
+                    "one counts",
+                )
+                fakes[1].metrics = outcome % 1003
+                await until(
+                    lambda: all(e.handoffs.get("handed_over") == 1003 for e in known), "all look"
+                )
+                assert sum(map(counted, both)) == 3
+                for one in both:
+                    beats = one.app[METRICS].pulse.beats(time.monotonic() + 60.0)
+                    outcomes = sum(beat.outcomes.get("handed_over", 0) for beat in beats)
+                    assert outcomes == 3, "the page shows the last minutes"
+
+    run(scenario())
+
+
 def test_a_router_hears_all_workers_of_another_and_counts_one_router(tmp_path: Path) -> None:
     async def scenario() -> None:
         a, b = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
@@ -239,3 +340,43 @@ def test_a_worker_that_hears_no_other_acts_alone_after_a_while_but_leaves_roles_
     one.show(ALONE_S + 0.1)
     assert one._metrics.first_worker
     assert not one._pool.leads
+
+
+def test_another_router_cannot_speak_as_a_worker_of_this_one(tmp_path: Path) -> None:
+    one = alone(tmp_path)
+    told = InFlight("a", 1, {}, router_id="r", front={"default": Front(2, 5, 7.0)})
+    assert not one.heard(msgspec.msgpack.encode(told), 0.0, outside=True)
+    assert not one._workers()
+    assert one.heard(msgspec.msgpack.encode(told), 0.0), "a worker can"
+    elsewhere = InFlight("b", 1, {}, router_id="other")
+    assert one.heard(msgspec.msgpack.encode(elsewhere), 0.0, outside=True)
+
+
+def test_the_exchange_goes_on_after_an_error_that_nobody_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = {"heard": 0, "saying": 0}
+
+    def failing_once(name: str) -> None:
+        plain = getattr(PeerRouters, name)
+
+        def call(self: PeerRouters, *given: Any, **more: Any) -> Any:
+            failures[name] += 1
+            if failures[name] == 1:
+                raise KeyError("what nobody thought of")
+            return plain(self, *given, **more)
+
+        monkeypatch.setattr(PeerRouters, name, call)
+
+    async def scenario() -> None:
+        async with engines() as fakes, two(config_of(fakes), tmp_path) as (one, other):
+            for name in failures:
+                failing_once(name)
+            await until(lambda: all(failures.values()), "each failed once")
+            pool_of(one).drain(engine_of(one, fakes[1]), True)
+            await until(lambda: engine_of(other, fakes[1]).draining, "messages pass as before")
+            pool_of(other).drain(engine_of(other, fakes[1]), False)
+            await until(lambda: not engine_of(one, fakes[1]).draining, "both ways")
+
+    run(scenario())
+    assert caplog.text.count("what nobody thought of") >= 2

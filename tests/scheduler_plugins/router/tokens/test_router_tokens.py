@@ -3,6 +3,11 @@
 
 import asyncio
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -481,3 +486,30 @@ def test_a_process_that_starts_later_loads_no_other_files(model: Path) -> None:
     _load.cache_clear()  # as in another process
     with pytest.raises(TokenizerError, match="changed"):
         tokenize(str(model), examined.digest, {"prompt": "hello<x>"})
+
+
+_ROUTER = """
+import asyncio, os
+from scheduler_plugins.router.tokens.worker_pool import _Process
+
+if __name__ == "__main__":
+    print(asyncio.run(_Process().do(60.0, os.getpid)), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_that_tokenizes_ends_with_a_router_that_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "router.py"
+    program.write_text(_ROUTER)
+    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE) as router:
+        assert router.stdout is not None
+        pid = int(router.stdout.readline())
+        tokenizing = os.pidfd_open(pid)
+        try:
+            assert router.wait(60.0) == -signal.SIGKILL
+            ended, _, _ = select.select([tokenizing], [], [], 10.0)
+            if not ended:
+                os.kill(pid, signal.SIGKILL)
+            assert ended
+        finally:
+            os.close(tokenizing)
