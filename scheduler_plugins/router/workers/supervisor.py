@@ -193,7 +193,7 @@ class Supervisor:
             one.listens = True
             assert one.process is not None
             logger.info("worker %d serves (process %s)", one.number, one.process.pid)
-        else:
+        elif told:  # nothing: the worker has ended, and its reason may have been read before
             one.reason = told.decode(errors="replace")
 
     def _look(self) -> None:
