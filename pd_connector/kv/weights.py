@@ -42,7 +42,7 @@ _MOST_THREADS = 16
 """More threads read no faster: these read more bytes a second than a processor's memory gives."""
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """Microseconds of a processor that a container may use in a period, and the period."""
-_SPARE_S, _SLOW_BYTES_S = 30.0, 50e6
+_SPARE_S, _SLOW_BYTES_S = 120.0, 50e6
 """A file that another process reads is waited for as long as a disk with this rate would take, and some seconds more."""
 _LOOK_S = 0.05
 _HELD = frozenset({errno.EACCES, errno.EAGAIN})

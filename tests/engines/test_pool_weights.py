@@ -40,7 +40,7 @@ def unread() -> Iterator[None]:
     assert cache is not None
     cache.parent.mkdir(parents=True, exist_ok=True)
     with cache.with_suffix(".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # of all files
         yield
 
 
