@@ -80,7 +80,6 @@ class RouterServer:
         self.port = self._listener.sockets[0].getsockname()[1]
         if config.admin_port is not None:
             pool = self.app[SHARED].pool
-            assert isinstance(pool, EnginePool)
             self._admin = AdminServer(config, pool, self.app[MOVER], self.app[ADMIN_AUTH])
             try:
                 self.admin_port = await self._admin.start(

@@ -14,10 +14,11 @@ from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH, LIVE, RENDER
 from scheduler_plugins.router.endpoints.refusals import error_response, unavailable
 from scheduler_plugins.router.engines.completion import status_of
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.engine_set import Pool, handoffs_of
+from scheduler_plugins.router.engines.engine_set import handoffs_of
 from scheduler_plugins.router.engines.exchange import EngineCall, ResponseTimeouts, exchange
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import PROBE_S
+from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.routing.attempt import UnavailableError
 
 MODELS = "/v1/models"
@@ -99,7 +100,7 @@ async def health(request: web.Request) -> web.StreamResponse:
         ),
         "tokens": request.app[SHARED].tokens.source,
         "token_ids": request.app[SHARED].tokens.why_text or "sent",
-        "handoffs": handoffs_of(pool),
+        "handoffs": handoffs_of(pool.engines),
         "engines": pool.describe(),
     }
     return web.json_response(state, status=200 if serves else 503)
@@ -116,7 +117,7 @@ async def metrics(request: web.Request) -> web.StreamResponse:
     return web.Response(body=request.app[RENDER](), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _up(pool: Pool) -> list[BackendEngine]:
+def _up(pool: EnginePool) -> list[BackendEngine]:
     """The engines that are up, decode side first."""
     return list(dict.fromkeys(pool.up(Role.DECODE) + pool.up(Role.PREFILL)))
 

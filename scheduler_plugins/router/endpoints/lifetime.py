@@ -51,7 +51,6 @@ async def following(app: web.Application, settings: SettingsFile) -> AsyncIterat
 
     def use(config: RouterConfig) -> None:
         use_settings(shared, config)
-        assert isinstance(shared.pool, EnginePool)
         shared.pool.edit(config)
 
     async with reloading(settings, use):

@@ -176,7 +176,7 @@ def state(shared: Shared, now_s: float) -> dict[str, Any]:
     return {
         "policy": shared.config.route_policy,
         "waiting": shared.front.waiting,
-        "handoffs": handoffs_of(pool),
+        "handoffs": handoffs_of(pool.engines),
         "troubles": [one._asdict() for one in found],
         "trends": trends(beats, now_s),
         "recent": msgspec.to_builtins(sums),

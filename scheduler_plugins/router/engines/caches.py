@@ -61,8 +61,8 @@ class FollowedRanks:
 class EngineCaches:
     """Fills one index for all engines. Followers run on the event loop."""
 
-    def __init__(self, prefixes: Prefixes | None = None) -> None:
-        self.prefixes = prefixes or Prefixes()
+    def __init__(self) -> None:
+        self.prefixes = Prefixes()
         self._context: zmq.asyncio.Context | None = None
         self._followed: dict[str, FollowedRanks] = {}  # by the engine's name, as in the index
 

@@ -29,7 +29,7 @@ from scheduler_plugins.router.settings.elastic import MOVABLE
 
 
 class Follower(Protocol):
-    """Follows an engine's KV events, in this process or in another."""
+    """Follows an engine's KV events (`caches.FollowedRanks`)."""
 
     @property
     def block_tokens(self) -> int:

@@ -74,10 +74,18 @@ class SharedHistory(History):
         self._noted(now_s, ("overflowed", group, ()))
 
     def heard(self, events: Iterable[Event], now_s: float, groups: frozenset[str]) -> None:
-        """Note the events of another router. They are not sent on to further routers."""
+        """Note the events of another router, as if they came now. They are not sent on to further routers.
+
+        Args:
+            groups: groups that are known here. Events of others are ignored, and those with numbers that make no sense.
+        """
         before, self.listened = self.listened, False
         try:
-            note(self, events, now_s, groups)
+            for kind, group, numbers in events:
+                odd = len(numbers) != _LENGTHS[kind] or any(n < 0 or n != n for n in numbers)
+                if group not in groups or odd or (numbers and not isfinite(numbers[0])):
+                    continue
+                getattr(self, kind)(now_s, group, *numbers)
         finally:
             self.listened = before
 
@@ -99,20 +107,3 @@ class SharedHistory(History):
             self._recent_history.note(now_s, kind, numbers)
         if self.listened and len(self._unsent) < MOST_EVENTS:
             self._unsent.append(event)
-
-
-def note(
-    history: Observer, events: Iterable[Event], now_s: float, groups: frozenset[str] | None = None
-) -> None:
-    """Note events of another process, as if they came now.
-
-    Args:
-        groups: groups that are known here; events of others are ignored. None: all.
-    """
-    for kind, group, numbers in events:
-        is_here = groups is None or group in groups
-        if not is_here or len(numbers) != _LENGTHS[kind] or any(n < 0 or n != n for n in numbers):
-            continue
-        if numbers and not isfinite(numbers[0]):
-            continue
-        getattr(history, kind)(now_s, group, *numbers)

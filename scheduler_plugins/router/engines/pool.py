@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.engines.caches import EngineCaches
 from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.engine_set import Pool, assume_costs, note_circuit
+from scheduler_plugins.router.engines.engine_set import assume_costs, note_circuit
 from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
 from scheduler_plugins.router.engines.inquiry import Inquiry
 from scheduler_plugins.router.engines.named import NamedEngines
@@ -44,7 +44,7 @@ LEAVE_LOOK_S = 0.05
 """Pause between two checks whether a leaving engine has finished its requests."""
 
 
-class EnginePool(Pool):
+class EnginePool:
     """All engines. One task per engine polls its health, and probes it if it prefills."""
 
     def __init__(
@@ -77,6 +77,7 @@ class EnginePool(Pool):
         self.history: SharedHistory = SharedHistory(metrics.pulse)
         """What happened to the requests of all workers and routers."""
         self.decisions: deque[Decision] = deque(maxlen=MOST_DECISIONS)
+        """The last decisions on roles."""
         self._following: asyncio.Task[None] | None = None
         self._audits = PairAudits(
             lambda: self.engines if metrics.first_worker else [], lambda: self._config, session
@@ -96,11 +97,33 @@ class EnginePool(Pool):
 
     @property
     def engines(self) -> list[BackendEngine]:
+        """All known engines, whatever their state."""
         return list(self._watches)
 
     @property
     def prefixes(self) -> Prefixes:
+        """The index of what engines have cached."""
         return self.caches.prefixes
+
+    def up(self, role: Role, besides: Collection[BackendEngine] = ()) -> list[BackendEngine]:
+        """Engines of one side that may get a request, without the engines in `besides`.
+
+        An engine that failed several requests in a row is left out for a while, unless there is no other.
+        """
+        able = [
+            e
+            for e in self.engines
+            if e.serves(role)
+            and e.up
+            and not (e.draining or e.role_state.moving)
+            and e not in besides
+        ]
+        now = asyncio.get_running_loop().time()
+        return [e for e in able if e.circuit.lets_pass(now)] or able
+
+    def all_up(self) -> list[BackendEngine]:
+        """Engines of both sides that may get a request."""
+        return [engine for engine in self.engines if engine.up]
 
     async def start(self) -> None:
         """Start watching. Returns once every engine has been checked, and probed if it is up."""
@@ -258,6 +281,7 @@ class EnginePool(Pool):
         engine.draining = drains
 
     async def close(self) -> None:
+        """Stop all tasks."""
         tasks = [*self._tasks.values(), *self._leaving.values()]
         tasks += [task for task in (self._following, self._auditing) if task is not None]
         for task in tasks:
@@ -268,6 +292,8 @@ class EnginePool(Pool):
         await self.caches.close()
 
     def learnt(self, engine: BackendEngine, load: StepLoad, duration_s: float) -> None:
+        """Learn from one step of the engine that took `duration_s` seconds: a prompt computed alone, or one token of
+        a stream."""
         if engine.learn(load, duration_s):
             for other in self._watches:
                 assume_costs(other, self._watches)
@@ -279,6 +305,7 @@ class EnginePool(Pool):
             self._stores.update()
 
     def prefilled(self, engine: BackendEngine, prompt: Sequence[BlockHash]) -> None:
+        """The engine has the KV of this prompt."""
         hashes = self.caches.prefilled(engine, prompt, asyncio.get_running_loop().time())
         if self.unsent_prompts is not None and len(hashes):
             self.unsent_prompts.append((engine.url, hashes))
@@ -289,11 +316,14 @@ class EnginePool(Pool):
         self.caches.prefixes.prefilled_blocks(engine.name, hashes, now_s)
 
     def describe(self) -> list[dict[str, Any]]:
+        """The state of every engine, for `/health`."""
         return [
             {**described(engine), "cache": self.caches.describe(engine)} for engine in self.engines
         ]
 
     def report_failure(self, engine: BackendEngine, failure: EngineFailedError) -> None:
+        """A request to the engine failed. An unreachable engine goes down at once; any other engine is checked
+        now."""
         if engine not in self._watches:
             return  # it has left
         if isinstance(failure, UnreachableError):
@@ -303,6 +333,8 @@ class EnginePool(Pool):
         self._watches[engine].wake.set()
 
     def confirm(self, engine: BackendEngine, rank: int, seen: ProducerAddress) -> None:
+        """Compare the address in a prefill engine's answer with the known address. If they differ, probe the engine
+        again."""
         if engine in self._watches and engine.moved(rank, seen):
             logger.warning("%s changed its address: probing it again", engine.url)
             engine.set_addresses((), "its address changed")

@@ -16,7 +16,6 @@ from scheduler_plugins.router.client.answers import ABORTED
 from scheduler_plugins.router.engines.completion import status_of
 from scheduler_plugins.router.engines.connections import EngineConnections
 from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.exchange import (
     EngineCall,
     ResponseTimeouts,
@@ -30,6 +29,7 @@ from scheduler_plugins.router.engines.failures import (
     ended_early,
 )
 from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.ranks import sent_to
 from scheduler_plugins.router.handoff.engine_bodies import Prefill
 from scheduler_plugins.router.handoff.first_token import FirstLogprobs, first_logprobs
@@ -75,7 +75,7 @@ class PrefillCopy:
         engine: BackendEngine,
         call: EngineCall,
         rank: int | None,
-        pool: Pool,
+        pool: EnginePool,
         connections: EngineConnections,
         config: RouterConfig,
         tokens: int,

@@ -11,7 +11,7 @@ from random import Random
 from scheduler_plugins.admission.prompt import PromptMemory
 from scheduler_plugins.router.engines.circuit import RetryBudget
 from scheduler_plugins.router.engines.connections import EngineConnections
-from scheduler_plugins.router.engines.engine_set import Pool
+from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.roles.base import Front
@@ -29,7 +29,7 @@ class Shared:
 
     config: RouterConfig
     """The current settings, used by new requests."""
-    pool: Pool
+    pool: EnginePool
     connections: EngineConnections
     """Connections that carry clients' requests to engines."""
     metrics: Metrics

@@ -10,7 +10,6 @@ from typing import Any
 
 from scheduler_plugins.router.engines.circuit import DEATHS
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.engine_set import Pool
 from scheduler_plugins.router.engines.failures import (
     EngineFailedError,
     OverloadedError,
@@ -18,6 +17,7 @@ from scheduler_plugins.router.engines.failures import (
     StoppedError,
 )
 from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.handoff.engine_bodies import sglangs_own, vllms_own, why_one_kind
 from scheduler_plugins.router.handoff.prefill import PrefillRefusedError
 from scheduler_plugins.router.prompt import body, transfer
@@ -40,7 +40,9 @@ from scheduler_plugins.router.routing.attempt import (
 class Candidates:
     """The engines that have not failed one request."""
 
-    def __init__(self, pool: Pool, attempts: int, fields: Mapping[str, Any], path: str) -> None:
+    def __init__(
+        self, pool: EnginePool, attempts: int, fields: Mapping[str, Any], path: str
+    ) -> None:
         """Send nothing yet.
 
         Args:

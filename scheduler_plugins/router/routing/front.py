@@ -17,7 +17,7 @@ from typing import NamedTuple
 from scheduler_plugins.qos.classes import ONLY, QosClass
 from scheduler_plugins.qos.shares import DeficitShares
 from scheduler_plugins.router.engines.engine import Role
-from scheduler_plugins.router.engines.engine_set import Pool
+from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.policies.base import Request
 from scheduler_plugins.router.roles.base import Front
 from scheduler_plugins.router.routing.attempt import AllOverloadedError
@@ -58,7 +58,7 @@ class _Waiter(NamedTuple):
     go: asyncio.Future[None]
 
 
-def turn_of(request: Request, pool: Pool) -> Turn:
+def turn_of(request: Request, pool: EnginePool) -> Turn:
     """The conditions that the request waits for. A prefill engine must have less than `ENGINE_QUEUE_S` queued, and a
     decode engine room for the prompt. No request waits for an engine that cannot be reached."""
     prefill = pool.up(Role.PREFILL) or pool.up(Role.DECODE)
