@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What benchmarks with real engines share: whether the machine can run them, their processes, and waits with an end.
 
-Alternating sides, medians, bars and tables are in `pd_connector/tools/bench` (`sample`, `report`), other programs'
-load in `machine.Noise`, and network namespaces in `pd_connector/tools/launch`.
+Alternating sides, medians, bars and tables are in `sample` and `report`, other programs' load in `machine.Noise`, and
+network namespaces in `netns`.
 """
 
 from __future__ import annotations

@@ -8,15 +8,14 @@ own, so what other programs do changes little.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 
 import aiohttp
 
+from pd_bench.machine import cpu_seconds
 from pd_bench.report import BenchError, Comparison
 from pd_bench.roles.play import Say
 from pd_bench.router import scaled
@@ -42,7 +41,6 @@ for name in ("arrived", "prefilled", "answered", "refused", "overflowed"):
     setattr(SharedHistory, name, lambda *event: None)
 sys.exit(main())
 """
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NUMBERS = count()
 
 
@@ -121,5 +119,4 @@ async def _send(url: str, requests: int) -> None:
 def cpu_s(router: RouterProcess) -> float:
     """CPU time of a router's process until now, in seconds."""
     assert router.family is not None
-    after_name = Path(f"/proc/{router.family.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(after_name[11]) + int(after_name[12])) / _TICKS_PER_S
+    return cpu_seconds((router.family.pid,))

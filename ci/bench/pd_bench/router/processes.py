@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pd_bench.harness import pids_of
+from pd_bench.machine import cpu_seconds
 from pd_bench.report import BenchError, Comparison
 from pd_bench.router.contenders import Engines, Ours
 from pd_bench.router.mocks import prefix_hits
@@ -25,7 +27,6 @@ TTFT_BAR, CPU_BAR = 1.1, 1.3
 OURS, BASELINE = "this version", "baseline"
 IDLE_S = 5.0
 """Length of the measurement without requests."""
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class _Found(NamedTuple):
@@ -143,32 +144,14 @@ def _run(contender: Ours, requests: Sequence[Sent], speed: float) -> _Found:
     )
 
 
-def _processes(routers: Iterable[Service]) -> list[int]:
-    """The processes of these routers."""
-    pids = []
-    for service in routers:
-        assert service.family is not None, "the router runs"
-        pids += [service.family.pid, *_children(service.family.pid)]
-    return pids
-
-
-def _children(pid: int) -> list[int]:
-    direct = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid for child in map(int, direct) for pid in (child, *_children(child))]
-
-
 def _cpu_s(routers: Iterable[Service]) -> float:
     """User and system time of all processes of the routers."""
-    ticks = 0
-    for pid in _processes(routers):
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(after_name[11]) + int(after_name[12])
-    return ticks / _TICKS_PER_S
+    return cpu_seconds(pids_of(routers))
 
 
 def _memory_bytes(routers: Iterable[Service]) -> int:
     size = 0
-    for pid in _processes(routers):
+    for pid in pids_of(routers):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 size += int(line.split()[1]) << 10

@@ -9,7 +9,6 @@ little.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +18,7 @@ from time import monotonic
 
 import aiohttp
 
+from pd_bench.machine import cpu_seconds
 from pd_bench.report import BenchError, Comparison
 from pd_bench.sample import Sample
 from pd_bench.scheduler.live import Say
@@ -41,7 +41,6 @@ _ROUTER = (
 _BARE = ("-m", "pd_bench.scheduler.bare_proxy")
 _RUNNING = r"(?<=Running on )http://\S+"
 _START_S = 120.0
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 async def compare(requests: int, streams: int, rounds: int, say: Say) -> list[Comparison]:
@@ -171,14 +170,9 @@ async def _send(url: str, requests: int, tokens: int, *, stream: bool) -> None:
 
 def _cpu_s(pid: int) -> float:
     """CPU seconds of a process and of its living children."""
-    return sum(_own_cpu_s(process) for process in (pid, *_children(pid)))
+    return cpu_seconds((pid, *_children(pid)))
 
 
 def _children(pid: int) -> Sequence[int]:
     direct = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [descendant for child in map(int, direct) for descendant in (child, *_children(child))]
-
-
-def _own_cpu_s(pid: int) -> float:
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(after_name[11]) + int(after_name[12])) / _TICKS_PER_S
