@@ -91,8 +91,7 @@ def _swaps(mix: Mix, inventory: Inventory) -> Iterator[dict[tuple[str, Role], in
                 if profile.gpus == 2 * gpus:
                     yield {(kind, role): -2, (second, its): 1}
                     # Two engines of unlike roles, joined
-                    if (kind, other) != (kind, role):
-                        yield {(kind, role): -1, (kind, other): -1, (second, its): 1}
+                    yield {(kind, role): -1, (kind, other): -1, (second, its): 1}
                 if 2 * profile.gpus == gpus:
                     yield {(kind, role): -1, (second, its): 2}
                     yield {

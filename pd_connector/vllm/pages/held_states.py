@@ -38,12 +38,13 @@ class HeldStates:
         assert self._manager is not None
         tables = self._manager.get_blocks(request_id).blocks
         held: list[list[KVCacheBlock]] = []
-        for listed, table in zip(self._states.only(tables), tables, strict=True):
+        for of_states, table in zip(self._states.list_states, tables, strict=True):
+            if not of_states:
+                held.append([])
+                continue
             # By the position that vLLM has recorded: a page may hold an earlier one than its place in the table says.
             page = [b for b in table if not b.is_null and b.block_hash_num_tokens == position][:1]
-            if listed is table:  # of KV
-                page = []
-            elif not page:
+            if not page:
                 return False
             held.append(page)
         blocks = [block for page in held for block in page]

@@ -27,7 +27,7 @@ class StateTables:
 
     def __bool__(self) -> bool:
         """Whether the model keeps states."""
-        return any(size != 0 for size in self._page_sizes)
+        return any(self.list_states)
 
     def only(self, tables: Iterable[Sequence[int]], *positions: int) -> tuple[Sequence[int], ...]:
         """The same page tables, but tables of states list only the pages of the states at these positions, in this order. A
@@ -44,6 +44,11 @@ class StateTables:
             else [page for position in positions for page in self._page(table, size, position)]
             for table, size in zip(tables, self._page_sizes, strict=True)
         )
+
+    @property
+    def list_states(self) -> Sequence[bool]:
+        """For each page table, whether it lists states."""
+        return [size != 0 for size in self._page_sizes]
 
     @property
     def keeps_boundaries(self) -> bool:

@@ -15,7 +15,7 @@ from itertools import product
 from scheduler_plugins.planner.bound import Bounds
 from scheduler_plugins.planner.goodput import Judge
 from scheduler_plugins.planner.inventory import TPS, Inventory
-from scheduler_plugins.planner.mix import Mix, fits, mix_of, placed
+from scheduler_plugins.planner.mix import Mix, fits, mix_of
 from scheduler_plugins.planner.search import Candidate, best_of
 from scheduler_plugins.router.policies.base import Role
 
@@ -56,5 +56,7 @@ def _mixes(inventory: Inventory) -> Iterator[Mix]:
                 counts[f"{device}-tp{tp}", role] += max(tp_p, tp_d) // tp
             if all(kind in inventory.kinds for kind, _ in counts):
                 mix = mix_of(counts)
-                if fits(mix, inventory) and placed(mix, inventory):
+                if fits(
+                    mix, inventory
+                ):  # `best_of` leaves out those that have no place on the nodes
                     yield mix
