@@ -302,15 +302,19 @@ class RouterConfig:
         placed = self.placed(lambda url: (url,))
         names = {place.group for url, place in placed.items() if is_name(url)}
         own = [place for url, place in placed.items() if not is_name(url)]
-        check_groups(self.groups, self.routes, own, named=names)
-        self._check_scaling(sorted({place.group for place in placed.values()}))
-
-    def _check_scaling(self, groups: Iterable[str]) -> None:
         scales = (moving := self.moving) is not None and create_roles(moving.policy).scales
+        if scales:
+            for group in sorted({place.group for place in placed.values()}):
+                self.bounds(group).limits(group, self.start_timeout_s)
+        check_groups(self.groups, self.routes, own, named=names, grows=scales)
+        self._check_scaling(scales=scales)
+
+    def _check_scaling(self, *, scales: bool) -> None:
         for setting in (START, STOP):
             if not (text := getattr(self, setting)):
                 continue
             if not scales:
+                moving = self.moving
                 name = "no role policy" if moving is None else f"role policy {moving.policy}"
                 raise ValueError(
                     f"{setting}: {name} starts or stops no engine; set roles to slo, or take the command out"
@@ -328,9 +332,6 @@ class RouterConfig:
                 raise ValueError(f"{name} {getattr(self, name)}: must be 1 or more, or 0 for none")
         if self.days:
             Days.load(Path(self.days))  # DaysError is a ValueError, and names the file
-        if scales:
-            for group in groups:
-                self.bounds(group).limits(group, self.start_timeout_s)
 
     def bounds(self, group: str) -> Bounds:
         """Fewest and most engines of a group."""
