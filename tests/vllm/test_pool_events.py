@@ -192,7 +192,7 @@ def test_our_router_takes_no_block_of_a_pool_for_one_of_the_engines_cache(make: 
 
     def told(prefixes: Prefixes, *some: Any) -> None:
         raw = msgspec.msgpack.encode(KVEventBatch(0.0, list(some)))
-        prefixes.told("a", decode(raw))
+        prefixes.apply_events("a", decode(raw))
 
     prefixes = Prefixes()
     told(prefixes, *found)
