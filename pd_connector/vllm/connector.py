@@ -108,12 +108,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     ) -> None:
         assert self._scheduler is not None
         peers: dict[tuple[int, int], Peer] = {}
-        models = {rank: one.model for rank, one in metadata.items() if isinstance(one, RankAddress)}
-        for rank, address in metadata.items():
-            assert isinstance(address, RankAddress)
+        models = {
+            rank: place.model for rank, place in metadata.items() if isinstance(place, RankAddress)
+        }
+        for rank, place in metadata.items():
+            assert isinstance(place, RankAddress)
             assert self._engine_id is not None
-            source = Source(address.host, address.port, self._engine_id)
-            peers[rank] = Peer(source, address.shard)
+            source = Source(place.host, place.port, self._engine_id)
+            peers[rank] = Peer(source, place.shard)
         ports = {a.data_port for a in metadata.values() if isinstance(a, RankAddress)}
         model = models[min(models)] if models else None
         self._scheduler.set_peers(in_order(peers), tuple(ports - {0}), model)
