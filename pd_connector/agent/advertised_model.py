@@ -201,7 +201,9 @@ class AdvertisedModel:
             for part in parts:
                 part.close()
 
-        self._reading = _Reading(parts, all_read, lambda *nbytes: self._submit(ReadWeights(*nbytes)))
+        self._reading = _Reading(
+            parts, all_read, lambda *nbytes: self._submit(ReadWeights(*nbytes))
+        )
 
     def _know(self, files: Sequence[CheckpointFiles]) -> None:
         """All that is to be read was read: called by a reader's thread, unless it was stopped."""
