@@ -204,7 +204,7 @@ class SchedulerSide:
         self._workers_called = True
 
     def loads_broke_off(self, cuts: Mapping[str, Cut]) -> None:
-        """Ranks could not load all chunks of requests. The end of these loads is told with it, or later."""
+        """Ranks could not load all chunks of some requests. The ends of these loads are reported in the same step, or later."""
         for part in self._parts:
             part.broke_off(cuts)
 

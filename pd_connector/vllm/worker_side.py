@@ -312,7 +312,7 @@ class WorkerSide:
         return {self._rank: self._told_changes}
 
     def _model_changed(self) -> dict[int, bytes | None]:
-        """The loaded model as the pool knows it, if the scheduler has not heard it."""
+        """The loaded model's part of the pool's keys, if it has changed since the last report."""
         # Asked first: if nothing is read any more, what was read is known.
         reads = self._model is not None and self._model.reads
         loaded = self._agent.pool_model if self._agent else b""
@@ -323,7 +323,7 @@ class WorkerSide:
         return model
 
     def _facts_changed(self) -> ModelFacts | None:
-        """The model as peers are told it, if this is the first rank and the scheduler has not heard it."""
+        """The facts that peers get of the model, if this is the first rank and they have changed since its last report."""
         facts = self._agent.facts if self._agent and not self._rank else self._told_facts
         changed, self._told_facts = facts != self._told_facts, facts
         return facts if changed else None

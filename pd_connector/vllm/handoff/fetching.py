@@ -57,8 +57,8 @@ class Recomputed:
     def looks_for_room(self, request: "Request", fetch: Fetch) -> None:
         """vLLM looks for room for a request whose load failed.
 
-        If vLLM asks again although there was room, the other part's load keeps the request waiting. vLLM is then
-        told to read no cache for it, so that neither part loads.
+        If vLLM asks again although there was room, the other part's load keeps the request waiting. vLLM then reads no
+        cache for it, so that neither part loads.
         """
         if fetch.had_room:
             request.skip_reading_prefix_cache = True
@@ -88,14 +88,14 @@ class Fetching(Part):
 
     Attributes:
         audits: the prompts that are computed here to compare them.
-        rules: what it knows of pages.
+        rules: its rules about pages.
 
     Args:
         windows: page sizes and windows of the engine's page tables.
-        states: which of them list states.
+        states: the page tables that list states.
         ranks: number of ranks of this engine.
         status: says whether a request's KV may be compared.
-        unfilled: told of loads.
+        unfilled: gets the loads.
         uncomputable: requests that only a fetch can serve.
         adapters: what is known of the engine's adapters.
     """
@@ -230,7 +230,7 @@ class Fetching(Part):
         return [Drop(request.request_id, Cause.NOT_NEEDED)]
 
     def _computes(self, request_id: str) -> bool:
-        """Whether a request waits for its KV, or is computed here to compare it, or before its producer may be trusted."""
+        """Whether a request waits for its KV, or is computed here: to compare it, or because its producer is not trusted yet."""
         fetch = self._fetches.get(request_id)
         return fetch is not None and fetch.stage is not Stage.OVER
 

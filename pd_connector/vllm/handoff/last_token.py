@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def leave_last_token(request: "Request") -> None:
-    """Takes the last token off a prompt that has just been queued, and lets the engine stop after the prompt. What it
-    samples follows another prompt, and is not an answer. A prompt of one token stays: its consumer computes it, and wants
-    nothing.
+    """Take the last token off a prompt that has just been queued, and let the engine stop after the prompt.
+
+    The sampled token follows the shorter prompt, so it is not an answer. A prompt of one token stays as it is: its consumer
+    computes it and fetches nothing.
 
     Raises:
         ValueError: the request wants to know more of its prompt than a shorter one has.

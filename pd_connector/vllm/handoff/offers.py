@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts that an engine computes for others: what their consumers are told, and when pages are kept for them."""
+"""The prompts that an engine computes for consumers: the offers of their KV, and how long their pages are kept."""
 
 import json
 from pathlib import Path
@@ -32,10 +32,10 @@ class Offers(Part):
 
     Args:
         windows: page sizes and windows of the engine's page tables.
-        states: which of them list states.
+        states: the page tables that list states.
         status: says whether a request's KV may be handed over.
-        model: that the ranks have loaded.
-        address: this engine's address, as proxies are told it.
+        model: the model that the ranks have loaded.
+        address: this engine's address, as proxies get it.
         streams: whether KV is sent while its prompt is computed.
     """
 

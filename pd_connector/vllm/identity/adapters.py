@@ -39,7 +39,7 @@ class AdapterFiles(NamedTuple):
 
 
 class LoadedAdapter(NamedTuple):
-    """An adapter that vLLM was told to load."""
+    """An adapter that a client had vLLM load."""
 
     path: str
     files: AdapterFiles | None  # None where they could not be read
@@ -92,7 +92,7 @@ def _states(folder: Path) -> dict[Path, FileState]:
 
 
 def untouched(loaded: LoadedAdapter) -> bool:
-    """Whether vLLM would reread the same content. Files that are gone cannot be reread."""
+    """Whether the files still have the content that was loaded. Removed files count as untouched: vLLM cannot reread them."""
     if loaded.files is None or _folder(loaded.path) != loaded.files.folder:
         return False
     try:
@@ -167,7 +167,7 @@ class Adapters:
         return self._use(request).pages
 
     def unchanged(self, request: "Request") -> bool:
-        """Whether everything computed for a request was computed with the adapter that `name` returned."""
+        """Whether all KV of a request was computed with the adapter that `name` returned."""
         return not request.lora_request or (
             not self._use(request).problem and not self.replaced(request)
         )
@@ -237,8 +237,8 @@ class Adapters:
             self._note(number, loaded)
 
     def load_failed(self, lora: Any) -> None:
-        """vLLM could not load an adapter; some ranks may have loaded it. If it was to replace another one, neither is
-        believed."""
+        """vLLM could not load an adapter; some ranks may have loaded it. If it was to replace another adapter, neither of the
+        two is trusted."""
         number, path = number_and_path(lora)
         with self._lock:
             if loaded := self._loaded.get(number):

@@ -19,8 +19,8 @@ class PoolLoads:
 
     Args:
         looks: keeps chunks from being evicted while they are loaded, and has other requests wait for them.
-        audit: told of chunks whose writers are not believed.
-        worth: told how fast loads are.
+        audit: gets the chunks whose writers are not trusted.
+        worth: gets the speeds of loads.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PoolLoads:
         return {page for pages in self._pages.values() for page in pages}
 
     def begin(self, prompt: PoolPrompt, loading: Loading, fill: Fill) -> None:
-        """The ranks are told to load."""
+        """A load begins: the ranks get a command for it."""
         prompt.loading = loading
         pages = frozenset(page for table in fill.pages for page in table if page >= 0)
         self._pages[fill.request] = pages

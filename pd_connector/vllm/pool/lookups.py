@@ -83,7 +83,7 @@ class PoolLookups:
         """Begin a prompt's look-up, unless it has begun, or the store is left alone.
 
         Args:
-            model: that the engine has loaded; empty while it is not known.
+            model: the model that the engine has loaded; empty while it is unknown.
         """
         if not model or not prompt.unasked:
             return
@@ -171,7 +171,7 @@ class PoolLookups:
         return look.done()
 
     def stored(self, prompt: PoolPrompt) -> int:
-        """How many of a prompt's first chunks its look-up has found, told once; 0 while that is not known."""
+        """Number of a prompt's leading chunks that its look-up found, returned once; 0 until the look-up ends, and afterwards."""
         if prompt.there is None or not prompt.there.done():
             return 0
         look, prompt.there = prompt.there, None

@@ -170,7 +170,8 @@ class EnginePool:
     def use(self, config: RouterConfig) -> None:
         """Use these settings from now on: engines join and leave accordingly.
 
-        A leaving engine gets no new requests, and has `drain_timeout_s` for its open ones. Joining engines are
+        A leaving engine gets no new requests, and has `drain_timeout_s` for its open ones. If its URL comes back before,
+        the same engine stays: each URL has one engine. Joining engines are
         checked before others leave. While a new name cannot be looked up, no engine leaves. An engine gets another
         role only if its own entry has changed: other edits leave roles alone.
         """
@@ -264,8 +265,7 @@ class EnginePool:
         del self._leaving[engine]
         self._tasks.pop(engine).cancel()
         del self._watches[engine]
-        if not any(other.url == engine.url for other in self._watches):
-            self.caches.removed(engine)
+        self.caches.removed(engine)
         engine.set_down(asyncio.get_running_loop().time(), "removed", refusing=False)
         engine.forget_metrics()
         self._stores.update()

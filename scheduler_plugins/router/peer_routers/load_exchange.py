@@ -267,9 +267,7 @@ class PeerRouters:
             # Also report an engine whose last prompt has ended. That time is when its next prompt began, which may be
             # another router's.
             if any(counts):
-                # A leaving engine may have returned on another side, but it is the same engine.
-                counted = engines.get(engine.url)
-                engines[engine.url] = counts if counted is None else _added(counted, counts)
+                engines[engine.url] = counts
         roles, history = self._roles.telling(), self._pool.history
         front, listed, decisions = dict(self._waiting()), None, tuple[Decision, ...]()
         if self._router_id:
