@@ -16,9 +16,9 @@ from rich.table import Table
 from pd_connector.errors import ConfigError
 from pd_connector.pool.part_names import part_codec
 from pd_connector.pool.settings import SHM_VARIABLE, make_above, memory_folder, text_of
-from pd_connector.pool.store.base import DISK, StoreStatus
+from pd_connector.pool.store.base import DISK, Chunk, StoreStatus
 from pd_connector.pool.store.folder import VERSION
-from pd_connector.pool.store.local import Chunk, LocalStore
+from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
 from pd_connector.pool.verify import verify
 from pd_connector.tools.cli.app import fail

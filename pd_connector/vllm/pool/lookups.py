@@ -250,7 +250,9 @@ class PoolLookups:
         """Read a chunk to measure the store. No request waits for it."""
         began_s = time.monotonic()
         try:
-            for part in found.parts:
+            if (stored := self._store.bring(key)) is None:
+                return
+            for part in stored.parts:
                 with self._store.read(key, part) as reading:
                     reading.into(memoryview(bytearray(reading.nbytes)), 0)
         except PoolError:
