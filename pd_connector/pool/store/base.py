@@ -303,6 +303,11 @@ class Store(ABC):
         that order. A chunk that goes meanwhile is left out."""
 
     @property
+    def reaches_far(self) -> bool:
+        """Whether chunks of other hosts can come: `keys` does not tell all that may be found then."""
+        return False
+
+    @property
     @abstractmethod
     def id(self) -> str:
         """The same for all processes that share the store, and for no others: 32 hexadecimal digits."""
