@@ -2,6 +2,7 @@
 """An engine's way to the carrier of its host. Without a carrier, or while it is silent, nothing waits for it."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.carrier.messages import (
     MOST_KEYS,
     MOST_MESSAGE,
+    SOCKET,
     Answer,
     Ask,
     Bring,
@@ -77,7 +79,7 @@ class CarrierLink:
             PoolError: why it is not there.
         """
         try:
-            answer = self._asked(Bring([key]), SILENT_S, BRING_S)
+            answer = self._request(Bring([key]), SILENT_S, BRING_S)
         except (OSError, msgspec.MsgspecError) as error:
             self._late()
             raise PoolError(
@@ -104,7 +106,7 @@ class CarrierLink:
     def status(self) -> Status | None:
         """How the carrier is; None without one."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            answer = self._asked(Ask(), 2.0, 2.0)
+            answer = self._request(Ask(), 2.0, 2.0)
             return answer if isinstance(answer, Status) else None
         return None
 
@@ -117,6 +119,11 @@ class CarrierLink:
             if self._folder is not None:
                 self._folder.close()
                 self._folder = None
+
+    @property
+    def has_served(self) -> bool:
+        """Whether a carrier serves this host, or has: one that ended without a word leaves its socket."""
+        return os.path.lexists(self._path / SOCKET)
 
     @property
     def is_there(self) -> bool:
@@ -132,7 +139,7 @@ class CarrierLink:
 
     def _find(self, keys: Sequence[bytes]) -> list[int]:
         try:
-            answer = self._asked(Find(list(keys[:MOST_KEYS])), FIND_S, FIND_S)
+            answer = self._request(Find(list(keys[:MOST_KEYS])), FIND_S, FIND_S)
         except (OSError, msgspec.MsgspecError):
             self._late()
             return []
@@ -148,7 +155,7 @@ class CarrierLink:
             with self._lock:
                 self._answers.late(time.monotonic())
 
-    def _asked(self, message: Request, silent_s: float, most_s: float) -> Answer:
+    def _request(self, message: Request, silent_s: float, most_s: float) -> Answer:
         """Raises OSError or MsgspecError. A connection on which something went wrong is closed."""
         channel = self._taken()
         try:

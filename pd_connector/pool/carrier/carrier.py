@@ -4,7 +4,7 @@
 | thread | what it does |
 |---|---|
 | `pd-carrier-put` | follows the pool's journal, and puts what is new; a parent before its child |
-| `pd-carrier-move` | brings what engines ask for into the pool, each chunk once for all who wait |
+| `pd-carrier-move` | brings what engines ask for into the pool, each chunk once for all engines that wait |
 | of `server.py` | answer engines |
 
 Each has a far client of its own, so a look-up does not wait for a chunk on its way.
@@ -71,10 +71,10 @@ class Carrier:
         )
         self._lock = threading.Lock()  # of what follows
         self._counts: Counter[str] = Counter()
-        self._known: OrderedDict[bytes, Stored] = OrderedDict()
+        self._there: OrderedDict[bytes, Stored] = OrderedDict()
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
-        self._asked: list[bytes] = []
+        self._queued: list[bytes] = []
         self._ends, self._moves = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=self._follow, name="pd-carrier-put", daemon=True),
@@ -110,7 +110,7 @@ class Carrier:
                         future.set_result(Brought(Miss.REFUSED, "too many chunks are on their way"))
                     else:
                         self._bringing[key] = future
-                        self._asked.append(key)
+                        self._queued.append(key)
                 futures.append(future)
         self._moves.set()
         return futures
@@ -155,11 +155,11 @@ class Carrier:
 
     def _know(self, key: bytes, stored: Stored | None) -> None:
         with self._lock:
-            self._known.pop(key, None)
+            self._there.pop(key, None)
             if stored is not None:
-                self._known[key] = stored
-                while len(self._known) > _MOST_KNOWN:
-                    self._known.popitem(last=False)
+                self._there[key] = stored
+                while len(self._there) > _MOST_KNOWN:
+                    self._there.popitem(last=False)
 
     def _look(self, client: FarClient, keys: Sequence[bytes]) -> list[Stored | None]:
         """Where each chunk is. Raises SilentError."""
@@ -187,7 +187,7 @@ class Carrier:
                     for event in page.events:
                         if not event.tier:
                             self._waiting.pop(event.key, None)
-                        elif event.key not in self._known:
+                        elif event.key not in self._there:
                             self._waiting[event.key] = None
                     while len(self._waiting) > _MOST_WAITING:
                         self._waiting.popitem()
@@ -229,7 +229,7 @@ class Carrier:
         while chunk := next(self._store.chunks([key]), None):
             chain.append(chunk)
             key = chunk.parent
-            if not key or key in self._known or key in seen:
+            if not key or key in self._there or key in seen:
                 break
             seen.add(key)
         return chain[::-1]
@@ -307,20 +307,20 @@ class Carrier:
     def _take_asked(self) -> list[bytes]:
         with self._lock:
             taken, nbytes = 0, 0
-            for key in self._asked[: MOST_NAMES // 2]:
-                known = self._known.get(key)
-                nbytes += known.nbytes if known else _BATCH_BYTES // 8
+            for key in self._queued[: MOST_NAMES // 2]:
+                match = self._there.get(key)
+                nbytes += match.nbytes if match else _BATCH_BYTES // 8
                 taken += 1
                 if nbytes >= _BATCH_BYTES:
                     break
-            keys, self._asked = self._asked[:taken], self._asked[taken:]
+            keys, self._queued = self._queued[:taken], self._queued[taken:]
         return keys
 
     def _brought(self, key: bytes, cause: str = "", detail: str = "") -> None:
         self._end(key, f"not_brought_{cause}" if cause else "brought", Brought(cause, detail))
 
     def _end(self, key: bytes, counted: str, brought: Brought) -> None:
-        """A chunk has come, or will not come: those who wait hear it."""
+        """A chunk has come, or will not come: its waiters hear it."""
         with self._lock:
             future = self._bringing.pop(key, None)
             self._counts[counted] += future is not None
@@ -334,15 +334,15 @@ class Carrier:
             self._end(key, "here", Brought())
         keys = [key for key in keys if key not in here]
         with self._lock:
-            stored = {key: self._known.get(key) for key in keys}
+            stored = {key: self._there.get(key) for key in keys}
         unknown = [key for key in keys if stored[key] is None]
         stored |= zip(unknown, self._look(self._gets, unknown), strict=True) if unknown else ()
-        found = [(key, each) for key in keys if (each := stored[key])]
+        hits = [(key, each) for key in keys if (each := stored[key])]
         damaged: list[Stored] = []
         seen = set()
 
         def take(place: int, data: memoryview) -> None:
-            key, each = found[place]
+            key, each = hits[place]
             seen.add(key)
             try:
                 opened = unpacked(key, self._seal.open(each.name, data))
@@ -359,8 +359,8 @@ class Carrier:
                 self._count("brought_bytes", len(data))
                 self._brought(key)
 
-        if found:
-            names, sizes = [each.name for _, each in found], [each.nbytes for _, each in found]
+        if hits:
+            names, sizes = [each.name for _, each in hits], [each.nbytes for _, each in hits]
             self._gets.get(names, sizes, take)
         for key in keys:
             if key not in seen:

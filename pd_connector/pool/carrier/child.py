@@ -52,14 +52,14 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     problem: str = ""
 
 
-_asked = msgspec.msgpack.Decoder(Open | Call)
+_requests = msgspec.msgpack.Decoder(Open | Call)
 
 
 def serve(channel: socket.socket, shared: int) -> None:
     """Answer calls until the carrier closes the channel."""
     store: FarStore | None = None
     while data := channel.recv(MOST_MESSAGE):
-        message = _asked.decode(data)
+        message = _requests.decode(data)
         number, values, problem = 0, [], ""
         try:
             if isinstance(message, Open):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls a far store through a child process, which is killed and started anew when a call passes its deadline."""
+"""Calls a far store through a child process, which is killed and started again when a call passes its deadline."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ START_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 """How long a child that died, or was killed, is not started again."""
 _LEAST_BYTES_S = 50e6
-"""A call that moves bytes has one second more for so many of them."""
+"""Bytes for which a call has one second more."""
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
@@ -62,7 +62,7 @@ class FarClient:
 
     @property
     def pid(self) -> int:
-        """Of the child; 0 if there is none."""
+        """The child's process id; 0 if there is none."""
         return self._ready[0].pid if self._ready else 0
 
     def has(self, names: Sequence[str]) -> list[int]:

@@ -19,21 +19,21 @@ def gallop(chunks: int, sizes_of: Callable[[Sequence[int]], Sequence[int]]) -> l
         sizes_of: bytes of the chunks at these places, which ascend; 0 for those that are not there. A chunk that was not asked
             for counts as large as the one before it that was.
     """
-    found: dict[int, int] = {}
+    hits: dict[int, int] = {}
     first_missing, places = chunks, _doubling(chunks)
     while places:
         for place, size in zip(places, sizes_of(places), strict=True):
             if not size:
                 first_missing = place
                 break
-            found[place] = size
-        last = max(found, default=-1)
+            hits[place] = size
+        last = max(hits, default=-1)
         if last < 0:
             return []
         places = _between(last, first_missing)
     sizes: list[int] = []
     for place in range(first_missing):
-        sizes.append(found[place] if place in found else sizes[-1])
+        sizes.append(hits[place] if place in hits else sizes[-1])
     return sizes
 
 

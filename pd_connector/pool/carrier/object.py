@@ -80,7 +80,7 @@ def unpacked(key: bytes, contents: bytearray) -> Opened:
     """The parts of an object that was opened.
 
     Raises:
-        PoolError: DAMAGED, it is no chunk, or another one.
+        PoolError: DAMAGED, it is not a chunk, or another one.
     """
     data = memoryview(contents)
     try:
@@ -90,7 +90,7 @@ def unpacked(key: bytes, contents: bytearray) -> Opened:
         at = _LENGTH.size + length
         table = _tables.decode(data[_LENGTH.size : at])
     except (struct.error, ValueError, msgspec.MsgspecError) as error:
-        raise PoolError(Miss.DAMAGED, f"the far store's object is no chunk: {error}") from None
+        raise PoolError(Miss.DAMAGED, f"the far store's object is not a chunk: {error}") from None
     if table.key != key or len({name for name, _ in table.parts}) < len(table.parts):
         raise PoolError(Miss.DAMAGED, "the far store's object is another chunk")
     if at + sum(size for _, size in table.parts) != len(data):

@@ -34,7 +34,7 @@ logger = logging.getLogger("pd_connector.pool.carrier")
 
 _MOST_CONNECTIONS = 256
 _SENDS_S = 1.0
-"""An engine that does not take its answer for so long is disconnected, in seconds."""
+"""Longest time in which an engine takes its answer, in seconds. Then it is disconnected."""
 
 
 class CarrierServer:

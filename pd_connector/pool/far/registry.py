@@ -56,7 +56,7 @@ def far_address(text: str, *, sealed: bool) -> tuple[type[FarStore], SplitResult
         address = urlsplit(text)
         _ = address.port
     except ValueError as error:
-        raise ConfigError(f"{OPTION} {shown}: is no address: {error}") from None
+        raise ConfigError(f"{OPTION} {shown}: is not an address: {error}") from None
     if not address.scheme:
         raise ConfigError(
             f"{OPTION} {shown!r}: must begin with a scheme, such as redis://HOST:6379"
@@ -68,7 +68,7 @@ def far_address(text: str, *, sealed: bool) -> tuple[type[FarStore], SplitResult
         for host in store.hosts(address):
             if not is_loopback(host):
                 raise ConfigError(
-                    f"{OPTION} {shown}: without a key only this machine's loopback is accepted, not {host!r}: whoever writes "
+                    f"{OPTION} {shown}: without a key only this machine's loopback is accepted, not {host!r}: a stranger who writes "
                     "there could change answers. Make a key with `pd-connector key`, keep it in a file of this user alone, "
                     "the same on all hosts, and name it with --key-file"
                 )

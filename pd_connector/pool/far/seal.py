@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seals what is put into a far store, so that whoever writes there causes misses, and whoever reads there learns sizes and times.
+"""Seals what is put into a far store: a stranger's writes cause misses, and a stranger's reads tell sizes and times.
 
 An object's name is a keyed hash of its chunk's key. An object is `HEADER` and then blocks of 1 MiB, the last one shorter, each
 encrypted with AES-256-GCM under a key of the object's own, which is derived from its random salt. Each block is bound to the
@@ -77,7 +77,7 @@ class Seal:
         ]
 
     def sealed_bytes(self, nbytes: int) -> int:
-        """The length of an object whose contents have so many bytes."""
+        """The length of an object with contents of `nbytes`."""
         tags = _blocks(nbytes) * TAG_BYTES if self._keys else 0
         return HEADER.size + nbytes + tags
 

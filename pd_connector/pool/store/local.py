@@ -132,8 +132,8 @@ class LocalStore(Store):
     # Loading
 
     def bring(self, key: bytes) -> Found | None:
-        (found,) = self.find([key])
-        return found
+        (match,) = self.find([key])
+        return match
 
     def read(self, key: bytes, part: str) -> LocalReading:
         problem = PoolError(Miss.EVICTED, f"chunk {key.hex()} is not there")

@@ -32,19 +32,19 @@ class ReachingStore(Store):
         self.carrier = CarrierLink(folder)
 
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
-        found = self._host.find(keys)
-        here = next((place for place, each in enumerate(found) if each is None), len(keys))
+        hits = self._host.find(keys)
+        here = next((place for place, each in enumerate(hits) if each is None), len(keys))
         for place, nbytes in enumerate(self.carrier.find(keys[here:]), here):
-            if place < len(found):
-                found[place] = Found(FAR, (), nbytes)
-        return found
+            if place < len(hits):
+                hits[place] = Found(FAR, (), nbytes)
+        return hits
 
     def bring(self, key: bytes) -> Found | None:
-        (found,) = self._host.find([key])
-        if found is None and self.carrier.is_there:
+        (match,) = self._host.find([key])
+        if match is None and self.carrier.is_there:
             self.carrier.bring(key)
-            (found,) = self._host.find([key])
-        return found
+            (match,) = self._host.find([key])
+        return match
 
     def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
         here = self._host.pin(keys, for_s, holder, tenants)
@@ -96,7 +96,7 @@ class ReachingStore(Store):
 
     @property
     def reaches_far(self) -> bool:
-        return self.carrier.is_there
+        return self.carrier.has_served
 
     @property
     def id(self) -> str:

@@ -297,3 +297,12 @@ def test_a_silent_carrier_costs_one_wait(new_host: NewHost) -> None:
         listener.close()
         (host.folder / "carrier").unlink()
         host.start()
+
+
+def test_a_store_knows_whether_other_hosts_are_behind_it(new_host: NewHost) -> None:
+    host = new_host("a")
+    assert host.store.reaches_far
+    assert not host.own.reaches_far
+    host.stop()
+    assert not host.store.reaches_far
+    host.start()

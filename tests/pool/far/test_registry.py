@@ -20,7 +20,7 @@ pytest.importorskip("redis")
         ("localhost:6379", "'localhost' is not known"),
         ("//h", "must begin with a scheme"),
         ("redis://", "names no host"),
-        ("redis://h:99999", "is no address"),
+        ("redis://h:99999", "is not an address"),
         ("redis://h/x", "must be the number of a database"),
         ("redis://h?tls=1", r"\?tls=: is not known"),
         ("redis://h/2?cluster=1", "a cluster has database 0 only"),
