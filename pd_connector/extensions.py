@@ -5,6 +5,7 @@ object of a module for which the name stands. Each group of entry points is one 
 | group | one entry is |
 |---|---|
 | `pd_connector.transports` | a function that makes a transport (`transport/registry.py`) |
+| `pd_connector.far_stores` | a store of several hosts behind the KV pool (`pool/far/base.py`) |
 | `pd_connector.codecs` | a codec (`kv/coding.py`) |
 | `pd_connector.commands` | a command of `pd-connector` |
 | `pd_connector.benchmarks` | a command of `pd-connector bench` |

@@ -7,6 +7,7 @@ from pd_connector.errors import Cause, Miss
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.load_breakeven import LoadBreakeven
+from pd_connector.pool.store.base import FAR
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.messages import Cut, earliest
 from pd_connector.vllm.pool.audit import PoolAudit
@@ -78,6 +79,7 @@ class PoolLoads:
         seconds = time.monotonic() - loading.began_s
         nbytes = sum(hit.nbytes for hit in loading.hits)
         self._telemetry.count("pool_hits", len(loading.keys))
+        self._telemetry.count("pool_far_hits", sum(hit.tier == FAR for hit in loading.hits))
         tiers = {hit.tier for hit in loading.hits}
         if len(tiers) == 1:
             self._breakeven.loaded(tiers.pop(), nbytes, seconds)
