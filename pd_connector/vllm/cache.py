@@ -16,7 +16,7 @@ from pd_connector.pages.layer import StatePages
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.vllm.identity.heads import layer_heads
 from pd_connector.vllm.packing import CpuPacking
-from pd_connector.vllm.shards import own_shard
+from pd_connector.vllm.shards import context_parallel, own_shard
 from pd_connector.vllm.states import describe_states
 
 if TYPE_CHECKING:
@@ -164,8 +164,18 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         heads_apart=heads_apart,
         table=layer.table,
         scales=(scales,),
+        interleave=_interleave(spec, vllm_config),
     )
     return group, LayerPages(key, value, () if rows is None else (rows,))
+
+
+def _interleave(spec: "AttentionSpec", vllm_config: "VllmConfig") -> int:
+    """Tokens in a row that a context-parallel rank holds; 0: every rank holds all tokens, as those of a draft model do
+    that runs without context parallelism."""
+    cp_size, _ = context_parallel(vllm_config)
+    if cp_size == 1 or not spec.dcp_sharded:
+        return 0
+    return int(vllm_config.parallel_config.cp_kv_cache_interleave_size)
 
 
 def _packs_heads(spec: "AttentionSpec") -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pd_connector.vllm.identity.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.pages.state_tables import NO_STATES, StateTables
 from pd_connector.vllm.pages.windows import Windows
+from pd_connector.vllm.shards import context_parallel
 from pd_connector.vllm.support import attends_ahead, gets_embeddings
 
 if TYPE_CHECKING:
@@ -47,10 +48,11 @@ class EngineFacts(NamedTuple):
         assert transfer is not None
         assert transfer.engine_id is not None
         groups = kv_cache_config.kv_cache_groups
+        cp_size, _ = context_parallel(vllm_config)
         drafts = vllm_config.speculative_config
         return cls(
             engine_id=transfer.engine_id,
-            windows=Windows.of(group.kv_cache_spec for group in groups),
+            windows=Windows.of((group.kv_cache_spec for group in groups), cp_size),
             ranks=vllm_config.parallel_config.world_size,
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,

@@ -41,7 +41,7 @@ from pd_connector.vllm.messages import (
 from pd_connector.vllm.metrics import PDStats
 from pd_connector.vllm.pool.fills import PoolFills
 from pd_connector.vllm.runner import hooks_tell_layers, in_lockstep, revokes_late
-from pd_connector.vllm.shards import engine_shards, gather_ranks
+from pd_connector.vllm.shards import engine_shards, gather_copies, gather_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,6 +126,8 @@ class WorkerSide:
         self._address = RankAddress(
             self._agent.host, self._agent.port, shard, self._agent.data_port, facts
         )
+        if shard.pcp_size > 1:
+            self._address.copies = tuple(gather_copies(self._address))
         if transfer.is_kv_producer and self._vllm_config.parallel_config.world_size > 1:
             source = Source(self._agent.host, self._agent.port, transfer.engine_id)
             self._agent.introduce(gather_ranks(Peer(source, shard)))

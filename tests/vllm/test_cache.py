@@ -128,7 +128,12 @@ def one_layer(states: int) -> tuple[dict[str, torch.Tensor], object, object]:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context={}),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, rank=0, world_size=1
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            rank=0,
+            world_size=1,
         ),
     )
     return {"layers.0.attn": view}, kv.KVCacheConfig(12, [placed], groups), config
@@ -187,7 +192,11 @@ def test_pages_that_a_backend_packs_its_own_way_are_not_taken_apart() -> None:
             compilation_config=SimpleNamespace(
                 static_forward_context={"layers.0.attn": SimpleNamespace(attn_backend=backend)}
             ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=1,
+                decode_context_parallel_size=1,
+                prefill_context_parallel_size=1,
+            ),
         )
         found.append(cache._describe(layer, config))
     (known, _), (opaque, pages) = found

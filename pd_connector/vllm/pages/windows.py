@@ -15,20 +15,28 @@ class Windows:
     """Page sizes and windows of an engine's page tables.
 
     Args:
-        tables: for each page table, the tokens of a page and of the window (0: no window).
+        tables: for each page table, the tokens of the sequence that a page stands for and those of the window (0: no window).
+            Context-parallel ranks hold a part of a page's tokens each.
     """
 
     def __init__(self, tables: Iterable[tuple[int, int]]) -> None:
         self.tables: Sequence[tuple[int, int]] = tuple(tables)
 
     @classmethod
-    def of(cls, specs: Iterable[Any]) -> "Windows":
-        """The windows of vLLM's KV cache groups, from each group's `kv_cache_spec`."""
-        return cls((int(spec.block_size), _window(spec)) for spec in specs)
+    def of(cls, specs: Iterable[Any], cp_size: int = 1) -> "Windows":
+        """The windows of vLLM's KV cache groups, from each group's `kv_cache_spec`.
+
+        Args:
+            cp_size: ranks of decode context parallelism.
+        """
+        return cls(
+            (int(spec.block_size) * (cp_size if spec.dcp_sharded else 1), _window(spec))
+            for spec in specs
+        )
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """Tokens of a page, by table."""
+        """Tokens of the sequence that a page stands for, by table."""
         return tuple(page_size for page_size, _ in self.tables)
 
     def first_kept(self, computed: int) -> tuple[int, ...]:
