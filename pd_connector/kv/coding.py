@@ -50,8 +50,8 @@ class Elements(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of one element. Raises ValueError for a dtype that no codec knows."""
         if self.dtype not in ELEMENT_BYTES:
-            known = ", ".join(ELEMENT_BYTES)
-            raise ValueError(f"cache dtype {self.dtype!r}: must be one of {known}")
+            allowed = ", ".join(ELEMENT_BYTES)
+            raise ValueError(f"cache dtype {self.dtype!r}: must be one of {allowed}")
         return ELEMENT_BYTES[self.dtype]
 
     def checked(self) -> "Elements":
@@ -116,13 +116,13 @@ def coding(name: str) -> Coding:
     added = load_entry_points(CODEC_GROUP).get(name)
     if added is None:
         raise unknown_name("codec", name, CODECS, CODEC_GROUP, "codec")
-    found = added.load()
-    if not isinstance(found, Coding) or found.name != name:
+    loaded = added.load()
+    if not isinstance(loaded, Coding) or loaded.name != name:
         raise ConfigError(
-            f"codec {name!r}, which {added.source} adds, is {found!r}: must be a "
+            f"codec {name!r}, which {added.source} adds, is {loaded!r}: must be a "
             "pd_connector.kv.coding.Coding of this name"
         )
-    return found
+    return loaded
 
 
 def permitted(setting: str, max_error: float) -> tuple[str, ...]:

@@ -218,11 +218,11 @@ def model_digest(facts: ModelFacts) -> bytes:
 
 def described(facts: ModelFacts) -> str:
     """A model in a few words, by its source and fingerprints, for messages."""
-    known = facts.weights or facts.loaded
+    weights = facts.weights or facts.loaded
     named = f" model_id {facts.model_id!r}" if facts.model_id else ""
     version = f" version {facts.version!r}" if facts.version else ""
     source = f"{printable(facts.source)} " if facts.source else ""
-    return f"{source}config {_hex(facts.config)} weights {_hex(known)}{named}{version}"
+    return f"{source}config {_hex(facts.config)} weights {_hex(weights)}{named}{version}"
 
 
 def _layers_problem(producer: ModelFacts, consumer: ModelFacts) -> str:

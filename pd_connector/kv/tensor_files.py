@@ -37,19 +37,19 @@ def safetensors(file: OpenFile) -> list[Tensor]:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise ValueError(f"{file.name}: the safetensors header is not JSON: {error}") from None
-    found = []
+    tensors = []
     try:
-        for name, told in header.items():
+        for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            begin, end = told["data_offsets"]
+            begin, end = entry["data_offsets"]
             if not 0 <= begin <= end <= size - 8 - length:
                 raise ValueError(
                     f"{file.name}: tensor {name} is outside the file, which is truncated"
                 )
-            shape = tuple(int(extent) for extent in told["shape"])
+            shape = tuple(int(extent) for extent in entry["shape"])
             place = 8 + length + begin, 8 + length + end
-            found.append(Tensor(file, name, str(told["dtype"]), shape, *place))
+            tensors.append(Tensor(file, name, str(entry["dtype"]), shape, *place))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{file.name}: the safetensors header lacks {error!r}") from None
-    return found
+    return tensors

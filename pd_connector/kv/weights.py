@@ -76,32 +76,32 @@ def fingerprint(
         OSError: a file cannot be read.
         ValueError: a safetensors file is none.
     """
-    known = _read_cache(cache)
+    cached = _read_cache(cache)
     sums: list[int] = []
     for file in files:
         key = _key(file)
-        if key not in known:
+        if key not in cached:
             # The ranks of an engine begin at the same time: one of them reads, the others wait.
             place = usable(cache)
             with _locked(place, key, _SPARE_S + file.size / _SLOW_BYTES_S):
-                known |= _read_cache(place)
-                if key not in known:
+                cached |= _read_cache(place)
+                if key not in cached:
                     logger.info("reading all of %s", file.name)
                     sums.append(_sum(file, progress))
-                    known[key] = sums[-1]
+                    cached[key] = sums[-1]
                     if not file.changed:
-                        _write_cache(place, known)
+                        _write_cache(place, cached)
                     continue
         progress(file.size)
-        sums.append(known[key])
+        sums.append(cached[key])
     return _bytes(sum(sums))
 
 
 def known_fingerprint(files: Sequence[OpenFile], cache: Path | None) -> bytes:
     """The same, if all files were read before; empty if not."""
-    known = _read_cache(cache)
+    cached = _read_cache(cache)
     keys = [_key(file) for file in files]
-    return _bytes(sum(known[key] for key in keys)) if known.keys() >= set(keys) else b""
+    return _bytes(sum(cached[key] for key in keys)) if cached.keys() >= set(keys) else b""
 
 
 def combined(prints: Sequence[bytes]) -> bytes:
@@ -118,12 +118,12 @@ def tensor_forms(files: Iterable[OpenFile]) -> bytes:
         OSError: a file cannot be read.
         ValueError: a safetensors file is none.
     """
-    found = 0
+    total = 0
     for file in files:
         if file.suffix != _SAFETENSORS:
             return b""
-        found += sum(_digest(tensor.head) for tensor in safetensors(file))
-    return _bytes(found)
+        total += sum(_digest(tensor.head) for tensor in safetensors(file))
+    return _bytes(total)
 
 
 def cache_file() -> Path | None:
@@ -152,9 +152,9 @@ def _temporary(instead_of: str, why: str) -> Path | None:
     try:
         folder = Path(tempfile.gettempdir()) / f"pd-connector-{os.geteuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        alone = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-        if not alone or found.st_uid != os.geteuid():
+        status = folder.lstat()
+        alone = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        if not alone or status.st_uid != os.geteuid():
             raise OSError(f"{folder} is not a folder of this user alone")
     except OSError as error:
         _complain(instead_of, f"{why}; {error}", _ALL_READ)
@@ -200,15 +200,15 @@ def _sum(file: OpenFile, progress: Callable[[int], None]) -> int:
     """The sum of the digests of a file's parts, which several threads read."""
 
     def read(part: _Part) -> int:
-        found = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128()
         buffer = memoryview(bytearray(min(_READ_BYTES, part.stop - part.start)))
         for place in range(part.start, part.stop, _READ_BYTES):
-            wanted = buffer[: part.stop - place]
-            if file.read_into(wanted, place) != len(wanted):
+            target = buffer[: part.stop - place]
+            if file.read_into(target, place) != len(target):
                 raise OSError(f"{file.name} was cut off while it was read")
-            found.update(wanted)
-            progress(len(wanted))
-        return _digest(part.head, found.digest())
+            digest.update(target)
+            progress(len(target))
+        return _digest(part.head, digest.digest())
 
     with ThreadPoolExecutor(min(_MOST_THREADS, _cores()), "pd-weights") as readers:
         return sum(readers.map(read, _parts(file))) % _MODULUS
@@ -225,10 +225,10 @@ def _cores() -> int:
 
 def _digest(*parts: bytes) -> int:
     """A number for bytes of a checkpoint."""
-    found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-weights")
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-weights")
     for part in parts:
-        found.update(part)
-    return int.from_bytes(found.digest(), "little")
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _bytes(number: int) -> bytes:
@@ -260,23 +260,23 @@ def _read_cache(cache: Path | None) -> dict[str, int]:
     if cache is None:
         return {}
     try:
-        known = json.loads(cache.read_text())
-        return {str(key): int(value, 16) for key, value in known.items()}
+        cached = json.loads(cache.read_text())
+        return {str(key): int(value, 16) for key, value in cached.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
 
-def _write_cache(cache: Path | None, known: dict[str, int]) -> None:
+def _write_cache(cache: Path | None, cached: dict[str, int]) -> None:
     """Add to the cache, if there is one. If two processes do so at the same moment, what one has read can be read again at
     the next start."""
     if cache is None:
         return
-    known = _read_cache(cache) | known
+    cached = _read_cache(cache) | cached
     try:
         descriptor, draft = tempfile.mkstemp(dir=cache.parent)
         try:
             with os.fdopen(descriptor, "w") as file:
-                json.dump({key: f"{value:x}" for key, value in known.items()}, file)
+                json.dump({key: f"{value:x}" for key, value in cached.items()}, file)
             Path(draft).replace(cache)
         except OSError:
             Path(draft).unlink()

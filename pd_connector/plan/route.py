@@ -104,8 +104,8 @@ def served(source: Shard, destination: Shard, heads: int, splits: Splits = (Fals
     here, there = source.heads(heads), destination.heads(heads)
     both = range(max(here.start, there.start), min(here.stop, there.stop))
     have, want = _copies(source, destination, heads, splits)
-    (number, count), (other, wanted) = have, want
-    chosen = other % count == number if count <= wanted else number % wanted == other
+    (number, count), (other, count_there) = have, want
+    chosen = other % count == number if count <= count_there else number % count_there == other
     return both if chosen and both else range(0)
 
 
@@ -157,8 +157,8 @@ def meet(source: Shard, destination: Shard, heads: Iterable[int]) -> bool:
     return any(served(source, destination, total) for total in set(heads))
 
 
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
+def _overlap(first: range, other: range) -> bool:
+    return max(first.start, other.start) < min(first.stop, other.stop)
 
 
 def routes(
@@ -203,7 +203,7 @@ def _routes(
 ) -> tuple[Route, ...]:
     for name, geometry in (("producer", source), ("consumer", destination)):
         check(name, geometry)
-    found: list[Route] = []
+    routes: list[Route] = []
     for ours in source.groups:
         for theirs in destination.groups:
             layers = tuple(sorted(set(ours.layers) & set(theirs.layers)))
@@ -213,10 +213,10 @@ def _routes(
                 raise UnsupportedGeometryError(problem)
             pair = source, destination, ours, theirs, layers
             if ours.kind == "state":
-                found += _state_routes(*pair, rules)
+                routes += _state_routes(*pair, rules)
             elif route := _route(*pair, offered, accepted, rules):
-                found.append(route)
-    return tuple(found)
+                routes.append(route)
+    return tuple(routes)
 
 
 def _state_routes(

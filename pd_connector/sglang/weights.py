@@ -58,9 +58,9 @@ class SGLangWeights(WeightsWatch):
         """Another agent has taken the place of the one before, and knows `facts`."""
         self._advertised.tell_to(submit)
 
-    def change(self, **told: bool) -> AbstractContextManager[None]:
+    def change(self, **facts: bool) -> AbstractContextManager[None]:
         """Within, SGLang changes its weights, and flushes its cache in the end, or does not. See `WeightLoads.change`."""
-        return LOADS.change(**told)
+        return LOADS.change(**facts)
 
     def loading(self) -> None:
         super().loading()
@@ -93,8 +93,8 @@ class SGLangWeights(WeightsWatch):
         return loaded_weights(self._scheduler)
 
     def files(self) -> Sequence[CheckpointFiles] | None:
-        found = loaded_files(self._scheduler)
-        return None if found is None else (found,)
+        files = loaded_files(self._scheduler)
+        return None if files is None else (files,)
 
 
 @contextmanager

@@ -130,14 +130,14 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
     kind, window = _kind(layer)
     kernel_page_size = tensor.shape[2]
     dtype = _dtype(layer, vllm_config)
-    known = dtype in DTYPES
+    convertible = dtype in DTYPES
     order = _order(tensor)
     packing = CpuPacking.of(vllm_config, layer.name) if tensor.device.type == "cpu" else None
-    if known and getattr(spec, "state_content_bytes", None) is not None:
-        dtype, known = f"{dtype} as {_backend(vllm_config, layer.name)} packs it", False
-    if packing is not None and kind == "attention" and not packing.known(spec, kernel_page_size):
-        dtype, known = f"{dtype} packed as {packing.name}", False
-    if known:
+    if convertible and getattr(spec, "state_content_bytes", None) is not None:
+        dtype, convertible = f"{dtype} as {_backend(vllm_config, layer.name)} packs it", False
+    if packing is not None and kind == "attention" and not packing.covers(spec, kernel_page_size):
+        dtype, convertible = f"{dtype} packed as {packing.name}", False
+    if convertible:
         tensor = tensor.view(DTYPES[dtype])
         key_dim, value_dim = int(spec.head_size), int(spec.head_size_v)
         key, value = _halves(tensor, key_dim, value_dim, packing if kind == "attention" else None)

@@ -108,13 +108,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
     ) -> None:
         assert self._scheduler is not None
         assert self._engine_id is not None
-        addresses = [one for one in metadata.values() if isinstance(one, RankAddress)]
+        addresses = [address for address in metadata.values() if isinstance(address, RankAddress)]
         assert len(addresses) == len(metadata)
-        ranks = {one.shard: one for address in addresses for one in (address, *address.copies)}
+        ranks = {rank.shard: rank for address in addresses for rank in (address, *address.copies)}
         peers = in_order(
-            Peer(Source(one.host, one.port, self._engine_id), shard) for shard, one in ranks.items()
+            Peer(Source(rank.host, rank.port, self._engine_id), shard)
+            for shard, rank in ranks.items()
         )
-        ports = {one.data_port for one in ranks.values()}
+        ports = {rank.data_port for rank in ranks.values()}
         model = ranks[peers[0].shard].model if peers else None
         self._scheduler.set_peers(peers, tuple(ports - {0}), model)
 

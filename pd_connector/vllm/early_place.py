@@ -57,12 +57,12 @@ def _engines_here(args: "EngineArgs") -> int:
 
 def _free(host: str, address: str, ports: range, key: str) -> float:
     """How many of these ports are free; the system chooses as many as are wanted."""
-    found = 0
+    free = 0
     with ExitStack() as held:
         for port in ports:
             try:
                 held.enter_context(bound(address, port, 1, again=True))
-                found += 1
+                free += 1
             except OSError as error:
                 if error.errno == errno.EACCES:
                     raise ConfigError(
@@ -70,7 +70,7 @@ def _free(host: str, address: str, ports: range, key: str) -> float:
                     ) from None
                 if error.errno != errno.EADDRINUSE:
                     raise _not_here(host, error) from None
-    return float("inf") if ports == range(1) else found
+    return float("inf") if ports == range(1) else free
 
 
 def _not_here(host: str, error: OSError) -> ConfigError:

@@ -73,8 +73,8 @@ class SchedulerSide:
         )
         elsewhere = engine.embeddings_come or not engine.consumes
         uncomputable = Uncomputable(encoded_elsewhere=elsewhere)
-        known = self._status, unfilled, uncomputable, self.identity.adapters
-        self._fetching = Fetching(config, windows, states, ranks, self.telemetry, *known)
+        shared = self._status, unfilled, uncomputable, self.identity.adapters
+        self._fetching = Fetching(config, windows, states, ranks, self.telemetry, *shared)
         self._status.add(*self._fetching.rules)
         address = transfer_params.ProducerAddress(engine.engine_id, consumes=engine.consumes)
         self._model = LoadedModel(ranks, pool=bool(config.pool))
@@ -295,6 +295,6 @@ class SchedulerSide:
 
     def _ignore(self, request: "Request", cause: Cause, detail: str) -> None:
         self._ignored.note(request.request_id, cause, detail)
-        asked = request.kv_transfer_params
-        if isinstance(asked, dict) and asked.get("do_remote_prefill"):
+        params = request.kv_transfer_params
+        if isinstance(params, dict) and params.get("do_remote_prefill"):
             self.telemetry.count("handoffs", cause=cause)

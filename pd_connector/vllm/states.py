@@ -110,13 +110,13 @@ def _tensors(
 ) -> list[torch.Tensor]:
     """The tensors of a state, `[page, *shape]` each, in the memory of the pages."""
     pages = tensor.flatten(1).view(torch.uint8)
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     first = 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         stop = first + math.prod(shape) * dtype.itemsize
-        found.append(pages[:, first:stop].view(dtype).unflatten(1, shape))
+        tensors.append(pages[:, first:stop].view(dtype).unflatten(1, shape))
         first = stop
-    return found
+    return tensors
 
 
 def _views(name: str, parts: Parts, state: torch.Tensor) -> list[torch.Tensor]:

@@ -54,14 +54,18 @@ def connector_parts(transfer: Any) -> list[dict[str, Any]]:
 
 def gets_embeddings(vllm_config: "VllmConfig") -> bool:
     """Whether an encode engine sends this engine the embeddings of images and other inputs."""
-    told = vllm_config.ec_transfer_config
-    return told is not None and bool(told.is_ec_consumer)
+    settings = vllm_config.ec_transfer_config
+    return settings is not None and bool(settings.is_ec_consumer)
 
 
 def attends_ahead(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether tokens of a prompt attend to what follows them (prefix LM)."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
+    layers = [
+        layer_spec
+        for spec in specs
+        for layer_spec in getattr(spec, "kv_cache_specs", {0: spec}).values()
+    ]
     return any(getattr(layer, "non_causal", False) for layer in layers)
 
 

@@ -65,7 +65,7 @@ class WorkerSide:
         self._told_changes = 0
         self._rank = int(vllm_config.parallel_config.rank)
         self._gauges: dict[str, float] = {}  # as they were before the last outcomes were taken
-        self._told: dict[str, float] = {}  # as last reported to the scheduler
+        self._reported_gauges: dict[str, float] = {}  # as last reported to the scheduler
         self._prefills: list[Prefill] = []
         self._idle = False
         self._backoff = IdleBackoff(alone=vllm_config.parallel_config.world_size == 1)
@@ -152,7 +152,7 @@ class WorkerSide:
         assert self._agent is not None or not step.commands
         changes = 0
         if self._model is not None:
-            self._model.step(asked=step.compare_weights, idle=step.idle)
+            self._model.step(suspected=step.compare_weights, idle=step.idle)
             changes = self._model.changes
         if self._agent is not None:
             self._agent.engine_steps()
@@ -227,7 +227,7 @@ class WorkerSide:
 
     def activity(self) -> WorkerActivity:
         """Everything that has ended or changed since the last call."""
-        changed, self._told = self._gauges != self._told, self._gauges
+        changed, self._reported_gauges = self._gauges != self._reported_gauges, self._gauges
         activity = WorkerActivity(
             frozenset(self._ready),
             frozenset(self._unavailable),
@@ -243,8 +243,14 @@ class WorkerSide:
             self._facts_changed(),
         )
         self._saved.clear()
-        for told in (self._ready, self._unavailable, self._audits, self._unaudited, self._causes):
-            told.clear()
+        for reported in (
+            self._ready,
+            self._unavailable,
+            self._audits,
+            self._unaudited,
+            self._causes,
+        ):
+            reported.clear()
         return activity
 
     @property
@@ -311,8 +317,8 @@ class WorkerSide:
         """The loaded model as the pool knows it, if the scheduler has not heard it."""
         # Asked first: if nothing is read any more, what was read is known.
         reads = self._model is not None and self._model.reads
-        known = self._agent.pool_model if self._agent else b""
-        model = {self._rank: known or (None if reads else b"")}
+        loaded = self._agent.pool_model if self._agent else b""
+        model = {self._rank: loaded or (None if reads else b"")}
         if model == self._advertised_model:
             return {}
         self._advertised_model = model

@@ -300,6 +300,6 @@ class Audits:
     def _pass(self, pair: Pair) -> None:
         self._retry.pop(pair, None)
         self._passed[pair] = None
-        for known in (self._passed, self._retry, self._kv_only):
-            while len(known) > _MOST_PAIRS:
-                del known[next(iter(known))]
+        for pairs in (self._passed, self._retry, self._kv_only):
+            while len(pairs) > _MOST_PAIRS:
+                del pairs[next(iter(pairs))]

@@ -147,7 +147,7 @@ class Fetching(Part):
             return None
         if fetch is None or not fetches:
             if fetch is not None and fetch.failed and request_id not in self._uncomputable:
-                self._recomputed.asked(request, fetch)
+                self._recomputed.looks_for_room(request, fetch)
             return 0
         fetch.computed_tokens = computed
         missing = fetch.tokens - computed

@@ -20,8 +20,8 @@ def leave_last_token(request: "Request") -> None:
     Raises:
         ValueError: the request wants to know more of its prompt than a shorter one has.
     """
-    asked = request.sampling_params
-    if asked is not None and asked.prompt_logprobs is not None:
+    params = request.sampling_params
+    if params is not None and params.prompt_logprobs is not None:
         raise ValueError(
             "prompt_logprobs: this model keeps recurrent states, so a prefill engine computes a prompt without its last "
             "token, and has no logprobs of it; ask the decode engine for them"

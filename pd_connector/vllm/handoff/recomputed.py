@@ -35,7 +35,7 @@ class Recomputed:
         self.free_pages: Callable[[], int] = _not_told
         self._page_sizes = page_sizes
 
-    def asked(self, request: "Request", fetch: Fetch) -> None:
+    def looks_for_room(self, request: "Request", fetch: Fetch) -> None:
         """vLLM looks for room for a request whose load failed.
 
         If vLLM asks again although there was room, the other part's load keeps the request waiting. vLLM is then
@@ -43,5 +43,5 @@ class Recomputed:
         """
         if fetch.had_room:
             request.skip_reading_prefix_cache = True
-        wanted = sum(pages_for(request.num_tokens, size) for size in self._page_sizes)
-        fetch.had_room = wanted <= self.free_pages()
+        needed = sum(pages_for(request.num_tokens, size) for size in self._page_sizes)
+        fetch.had_room = needed <= self.free_pages()

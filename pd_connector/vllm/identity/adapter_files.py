@@ -64,18 +64,18 @@ def _folder(path: str) -> Path:
 def _states(folder: Path) -> dict[Path, FileState]:
     """States of an adapter's files, and of the links that lead to them: a link may be switched to another adapter and
     back while vLLM reads. Raises OSError if there are no weights of an adapter."""
-    found: dict[Path, FileState] = {}
+    states: dict[Path, FileState] = {}
     for file in adapter_files(folder):
-        found |= links(file)
-        found[file] = FileState.of(file.stat())
-    return found
+        states |= links(file)
+        states[file] = FileState.of(file.stat())
+    return states
 
 
-def untouched(known: LoadedAdapter) -> bool:
+def untouched(loaded: LoadedAdapter) -> bool:
     """Whether vLLM would reread the same content. Files that are gone cannot be reread."""
-    if known.files is None or _folder(known.path) != known.files.folder:
+    if loaded.files is None or _folder(loaded.path) != loaded.files.folder:
         return False
     try:
-        return _states(known.files.folder) == known.files.states
+        return _states(loaded.files.folder) == loaded.files.states
     except OSError:
         return True

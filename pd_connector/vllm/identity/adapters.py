@@ -115,12 +115,12 @@ class Adapters:
         use, lora = self._use(request), request.lora_request
         number, path = number_and_path(lora)
         with self._lock:
-            known = self._loaded.get(number)
-            if known is None or known.path != path:
+            loaded = self._loaded.get(number)
+            if loaded is None or loaded.path != path:
                 return True
             if look or time.monotonic() >= self._seen.get(number, 0.0) + _SEEN_S:
-                known = self._refresh(number, known, in_place=loads_in_place(lora))
-        return known.reading != use.reading
+                loaded = self._refresh(number, loaded, in_place=loads_in_place(lora))
+        return loaded.reading != use.reading
 
     def finished(self, request: "Request") -> None:
         """A request has ended: no step loads its adapter any more."""
@@ -152,9 +152,9 @@ class Adapters:
         """
         number, path = number_and_path(lora)
         with self._lock:
-            for other, known in list(self._loaded.items()):
-                if known.path == path:
-                    self._refresh(other, known)
+            for other, there in list(self._loaded.items()):
+                if there.path == path:
+                    self._refresh(other, there)
             replaced = self._loaded.get(number)
             if replaced is not None and not loads_in_place(lora):
                 return  # vLLM had it already
@@ -173,16 +173,16 @@ class Adapters:
         believed."""
         number, path = number_and_path(lora)
         with self._lock:
-            if known := self._loaded.get(number):
+            if loaded := self._loaded.get(number):
                 problem = f"its load from {path} has failed; load it again"
-                self._replaced(number, known, problem)
+                self._replaced(number, loaded, problem)
 
     def remove(self, number: int) -> None:
         """vLLM has removed an adapter; its number may be given to another one."""
         with self._lock:
-            known = self._loaded.pop(number, None)
-            if known is not None and known.files is not None:
-                self._doubt(known.files)
+            removed = self._loaded.pop(number, None)
+            if removed is not None and removed.files is not None:
+                self._doubt(removed.files)
 
     def _use(self, request: "Request") -> _Use:
         uses = vars(request).setdefault(_USES, {})
@@ -213,31 +213,31 @@ class Adapters:
             return _Use("", "", pages, problem, loaded.reading)
         content = loaded.files.fingerprint
         layout = "3d" if getattr(lora, "is_3d_lora_weight", False) else ""
-        told = " ".join(part for part in (content, layout, self._settings) if part)
-        pages = f"{told}.{self._doubts.get(content, 0)}"
-        return _Use(f"{lora.lora_name} {told}", told, pages, "", loaded.reading)
+        described = " ".join(part for part in (content, layout, self._settings) if part)
+        pages = f"{described}.{self._doubts.get(content, 0)}"
+        return _Use(f"{lora.lora_name} {described}", described, pages, "", loaded.reading)
 
     def _look(self, lora: Any) -> LoadedAdapter:
         """An adapter as it is now."""
         (number, path), in_place = number_and_path(lora), loads_in_place(lora)
-        known = self._loaded.get(number)
-        if known is None or (in_place and (known.path != path or known.problem)):
+        loaded = self._loaded.get(number)
+        if loaded is None or (in_place and (loaded.path != path or loaded.problem)):
             return self._note(number, read_adapter(path))
-        if known.path != path:
+        if loaded.path != path:
             problem = (
-                f"adapter {number} is loaded from {known.path}: {path} needs a number of its own"
+                f"adapter {number} is loaded from {loaded.path}: {path} needs a number of its own"
             )
-            return self._replaced(number, known, problem)
-        return self._refresh(number, known, in_place=in_place)
+            return self._replaced(number, loaded, problem)
+        return self._refresh(number, loaded, in_place=in_place)
 
-    def _replaced(self, number: int, known: LoadedAdapter, problem: str) -> LoadedAdapter:
+    def _replaced(self, number: int, loaded: LoadedAdapter, problem: str) -> LoadedAdapter:
         """vLLM may have another adapter under this number now, or later."""
-        if known.files is not None:
-            self._doubt(known.files)
-        return self._note(number, known._replace(problem=problem))
+        if loaded.files is not None:
+            self._doubt(loaded.files)
+        return self._note(number, loaded._replace(problem=problem))
 
     def _refresh(
-        self, number: int, known: LoadedAdapter, *, in_place: bool = False
+        self, number: int, before: LoadedAdapter, *, in_place: bool = False
     ) -> LoadedAdapter:
         """Check whether the files of an adapter are untouched. If not, its pages may hold KV of either content, and
         are no longer found.
@@ -246,14 +246,14 @@ class Adapters:
             in_place: vLLM rereads the files for every step, and so has their present content.
         """
         self._seen[number] = time.monotonic()
-        if known.problem or untouched(known):
-            return known
-        loaded = read_adapter(known.path)
-        if known.files is not None:
-            self._doubt(known.files)
-            same = loaded.files is not None and loaded.files.fingerprint == known.files.fingerprint
+        if before.problem or untouched(before):
+            return before
+        loaded = read_adapter(before.path)
+        if before.files is not None:
+            self._doubt(before.files)
+            same = loaded.files is not None and loaded.files.fingerprint == before.files.fingerprint
             if not same and not in_place:
-                changed = f"{known.path} has changed since the adapter was loaded; unload the adapter, and load it again"
+                changed = f"{before.path} has changed since the adapter was loaded; unload the adapter, and load it again"
                 loaded = loaded._replace(problem=changed)
         return self._note(number, loaded)
 

@@ -37,7 +37,7 @@ class LoadedModel(Part):
 
     def __init__(self, ranks: int, *, pool: bool) -> None:
         self._ranks = ranks
-        self._told: dict[int, bytes | None] = {}  # by rank; None: it reads its weights
+        self._reported: dict[int, bytes | None] = {}  # by rank; None: it reads its weights
         self._heard_s = 0.0
         self._timer: Timer | None = None
         self._due = pool  # a step is needed: ranks may have something to tell
@@ -55,18 +55,20 @@ class LoadedModel(Part):
     @property
     def root(self) -> bytes:
         """What all ranks have told; empty where the pool cannot be used."""
-        told = set(self._told.values())
-        known = told.pop() if len(self._told) == self._ranks and len(told) == 1 else None
-        return known or b""
+        reported = set(self._reported.values())
+        agreed = (
+            reported.pop() if len(self._reported) == self._ranks and len(reported) == 1 else None
+        )
+        return agreed or b""
 
     @property
     def unknown(self) -> bool:
         """All ranks have told that they will not know their weights."""
-        return len(self._told) == self._ranks and not self._reading and not self.root
+        return len(self._reported) == self._ranks and not self._reading and not self.root
 
     @property
     def _reading(self) -> bool:
-        return None in self._told.values()
+        return None in self._reported.values()
 
     def awaited_by(self, prompt: "PoolPrompt") -> bool:
         """Whether a request waits for the next report, so that it can use the pool: ranks were reading when they reported
@@ -77,7 +79,7 @@ class LoadedModel(Part):
         return late and now < prompt.matched_s + _OLD_S
 
     def reported(self, activity: WorkerActivity) -> list[Command]:
-        self._told.update(activity.models)
+        self._reported.update(activity.models)
         self.facts = activity.facts or self.facts
         self._heard_s, self._due = time.monotonic(), False
         if self._reading and self._timer is None:

@@ -44,24 +44,24 @@ class ModelWatch(WeightsWatch):
         if (model := self.model()) is not None:
             watch_model(model)
 
-    def step(self, *, asked: bool, idle: bool) -> None:
+    def step(self, *, suspected: bool, idle: bool) -> None:
         """A step begins, before its commands are carried out.
 
         Args:
-            asked: weights may have changed since the step before.
+            suspected: weights may have changed since the step before.
             idle: the step computes nothing.
         """
         if self._asleep:
             return
         if self._advertised.unreadable:
             self.tell_memory()
-        if idle and not asked:
+        if idle and not suspected:
             return
         if self._advertised.withdrawn:
             if not self._loading and time.monotonic() >= self._tells_at:
                 self.tell()
             return
-        if asked:
+        if suspected:
             self._next_compare = 0.0
         if self.differ():
             self._advertised.other_weights()

@@ -64,11 +64,11 @@ class Windows:
         >>> Windows([(16, 0)]).from_token(40, [[7, 8, 9]])
         ([-1, -1, 9],)
         """
-        found = list[Sequence[int]]()
+        rest = list[Sequence[int]]()
         for table, size in zip(tables, self.page_sizes, strict=True):
             before = min(len(table), first_token // size)
-            found.append([-1] * before + list(table[before:]))
-        return tuple(found)
+            rest.append([-1] * before + list(table[before:]))
+        return tuple(rest)
 
     def unfilled(
         self, tables: Iterable[Sequence[int]], first_token: int, stop_token: int
@@ -82,16 +82,16 @@ class Windows:
         >>> sorted(Windows([(16, 0), (16, 40)]).unfilled(([1, 2, 3, 4], [0, 5, 6, 7]), 0, 63))
         [5]
         """
-        found: set[int] = set()
+        partial: set[int] = set()
         for pages, (page_size, window) in zip(tables, self.tables, strict=True):
             kept = max(0, stop_token - window + 1) if window else 0
-            found.update(pages[first_token // page_size : -(-kept // page_size)])
-        return frozenset(found - {NULL_PAGE})
+            partial.update(pages[first_token // page_size : -(-kept // page_size)])
+        return frozenset(partial - {NULL_PAGE})
 
 
 def _window(spec: Any) -> int:
     from vllm.v1.kv_cache_interface import SlidingWindowSpec, UniformTypeKVCacheSpecs
 
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        return min(_window(one) for one in spec.kv_cache_specs.values())
+        return min(_window(inner) for inner in spec.kv_cache_specs.values())
     return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0

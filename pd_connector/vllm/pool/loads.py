@@ -57,8 +57,8 @@ class PoolLoads:
     def broke_off(self, prompt: PoolPrompt, cut: Cut) -> None:
         """A rank could not load all chunks."""
         if prompt.loading is not None:
-            known = {} if prompt.loading.cut is None else {"": prompt.loading.cut}
-            prompt.loading = prompt.loading._replace(cut=earliest(known, {"": cut})[""])
+            before = {} if prompt.loading.cut is None else {"": prompt.loading.cut}
+            prompt.loading = prompt.loading._replace(cut=earliest(before, {"": cut})[""])
 
     def ended(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> int:
         """All ranks have ended a load. Returns the bytes of a chunk if it came as a whole.
@@ -76,12 +76,12 @@ class PoolLoads:
             self._cut(prompt, loading, failed=failed)
             return 0
         seconds = time.monotonic() - loading.began_s
-        nbytes = sum(one.nbytes for one in loading.found)
+        nbytes = sum(hit.nbytes for hit in loading.hits)
         self._telemetry.count("pool_hits", len(loading.keys))
-        tiers = {one.tier for one in loading.found}
+        tiers = {hit.tier for hit in loading.hits}
         if len(tiers) == 1:
             self._breakeven.loaded(tiers.pop(), nbytes, seconds)
-        return nbytes // len(loading.found)
+        return nbytes // len(loading.hits)
 
     def _cut(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> None:
         """A load broke off. Chunks before the bad one count; it is not asked for again."""
@@ -109,7 +109,7 @@ class PoolLoads:
             return
         bad = loading.loaded
         if cause is Cause.STALLED:
-            self._breakeven.silent(loading.found[bad].tier, time.monotonic())
+            self._breakeven.silent(loading.hits[bad].tier, time.monotonic())
         elif cause is Cause.UNAUDITED:
             self._audit.begin(prompt, range(loading.stop_token, loading.tokens.stop))
         elif cause is Cause.AUDIT:

@@ -128,8 +128,8 @@ def create_app(
 async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Answer every error in OpenAI's format."""
     request.app[CONNECTIONS].headers_arrived(request)
-    if (asked := preflight(request, request.app[CONFIG].allowed_origins)) is not None:
-        return asked
+    if (preflight_answer := preflight(request, request.app[CONFIG].allowed_origins)) is not None:
+        return preflight_answer
     if (why := why_refused(request, request.app[CONFIG])) is not None:
         return closing(error_response(why, "permission_error", 403))
     if needs_key(request.path) and not may_enter(request, request.app[CONFIG].client_key):
@@ -155,9 +155,9 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Both completion endpoints, and the endpoints that one engine serves."""
-    known = request.app[METRICS]
+    counters = request.app[METRICS]
     outcome = "internal_error"
-    known.in_flight.inc()
+    counters.in_flight.inc()
     try:
         with request.app[BODIES].reserve() as room:
             response, outcome = await _complete(request, room)
@@ -174,8 +174,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
             request.transport.abort()
         return web.Response(status=CLIENT_CLOSED_REQUEST)
     finally:
-        known.in_flight.dec()
-        known.requests.labels(request.path, outcome).inc()
+        counters.in_flight.dec()
+        counters.requests.labels(request.path, outcome).inc()
 
 
 async def _complete(request: web.Request, room: Reservation) -> tuple[web.StreamResponse, str]:
@@ -192,9 +192,9 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     try:
         client_request = ClientRequest(shared, request, headers, parsed)
         with request.app[CONNECTIONS].serving(request):
-            found = await _within(client_request, limit_s, request_id, request.app[STOPPING])
-            client_request.trace.finish(found[1])
-            return found
+            served = await _within(client_request, limit_s, request_id, request.app[STOPPING])
+            client_request.trace.finish(served[1])
+            return served
     except body.BadRequestError as error:
         return _bad_request(error, request_id), "bad_request"
     except UnavailableError as error:

@@ -15,18 +15,18 @@ MOST_SHOWN = 32
 def pairs(engines: Iterable[BackendEngine]) -> list[dict[str, Any]]:
     """A row for each pair that has moved KV, the busiest first. Rates are of now, shares since the decode engine's
     start. A prefill engine that is not known here goes by the address that the decode engine knows."""
-    known = list(engines)
+    listed = list(engines)
     urls = {
         peer.source.label: engine.url
-        for engine in known
+        for engine in listed
         for address in engine.addresses
         for peer in address.peers
     }
-    found: dict[tuple[str, str], list[FromProducer]] = defaultdict(list)
-    for engine in known:
+    by_pair: dict[tuple[str, str], list[FromProducer]] = defaultdict(list)
+    for engine in listed:
         for producer, got in engine.traffic.producers.items():
-            found[urls.get(producer, producer), engine.url].append(got)
-    rows = [row_of(prefill, decode, parts) for (prefill, decode), parts in found.items()]
+            by_pair[urls.get(producer, producer), engine.url].append(got)
+    rows = [row_of(prefill, decode, parts) for (prefill, decode), parts in by_pair.items()]
     rows.sort(key=lambda row: (-row["bytes_s"], -row["transfers"], row["prefill"], row["decode"]))
     return rows[:MOST_SHOWN]
 

@@ -43,8 +43,8 @@ class BatchNumbers:
                 even if its clock was set back.
         """
         if number < self.next_number:
-            known = self._times.get(number)
-            new = ts > self._last_ts if known is None else ts != known
+            applied_ts = self._times.get(number)
+            new = ts > self._last_ts if applied_ts is None else ts != applied_ts
             return Step.RESTART if new else Step.SKIP
         return Step.APPLY if number == self.next_number else Step.REPLAY
 

@@ -109,21 +109,23 @@ class EventFollower:
     def describe(self) -> dict[str, Any]:
         """The state of the engine's cache, for `/health`."""
         state = self._prefixes.state_of_rank(self.engine, self.rank)
-        told: dict[str, Any] = {"source": "events", "blocks": state.blocks}
+        state_now: dict[str, Any] = {"source": "events", "blocks": state.blocks}
         if self.reached is False:
-            told["note"] = f"{self._endpoint} cannot be reached: nothing is learnt of this cache"
-            told["unreachable"] = self._endpoint
+            state_now["note"] = (
+                f"{self._endpoint} cannot be reached: nothing is learnt of this cache"
+            )
+            state_now["unreachable"] = self._endpoint
         elif self.first is None:
-            told["note"] = f"no event has come from {self._endpoint} yet"
+            state_now["note"] = f"no event has come from {self._endpoint} yet"
         elif self.first:
-            told["note"] = (
+            state_now["note"] = (
                 f"engines send no snapshot: blocks cached before batch {self.first} are not known"
             )
         if state.unknown:
-            told["unknown_blocks"] = state.unknown
+            state_now["unknown_blocks"] = state.unknown
         if self.dropped:
-            told["dropped"] = self.dropped
-        return told
+            state_now["dropped"] = self.dropped
+        return state_now
 
     async def _follow(self) -> None:
         with self._context.socket(zmq.SUB) as events:
@@ -228,7 +230,7 @@ class EventFollower:
             self.first = number
         elif self.first is None:
             self.first = number
-        self._prefixes.told(self.engine, batch, self.rank)
+        self._prefixes.apply_events(self.engine, batch, self.rank)
         self.lag_s = max(0.0, time.time() - batch.ts)
         self._numbers.applied(number, batch.ts)
 
