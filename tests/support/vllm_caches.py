@@ -5,8 +5,7 @@ numbered elements, and with real agents. What no CPU engine can compute passes b
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.vllm.cache import describe_cache
+from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.shards import engine_shards
 from support.agents import MODEL, TOKENS, Rank
@@ -45,6 +45,7 @@ class Engine(NamedTuple):
     interleave: int = 1
     page: int = 16
     layout: KVCacheLayout = KVCacheLayout.LBHNC
+    cache_dtype: str = "auto"
 
     @property
     def ranks(self) -> int:
@@ -53,7 +54,7 @@ class Engine(NamedTuple):
     def config(self, rank: int, modules: Mapping[str, Any]) -> Any:
         """What the door reads of vLLM's configuration."""
         return SimpleNamespace(
-            cache_config=SimpleNamespace(cache_dtype="auto"),
+            cache_config=SimpleNamespace(cache_dtype=self.cache_dtype, block_size=self.page),
             compilation_config=SimpleNamespace(static_forward_context=modules),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=self.tp,
@@ -83,40 +84,34 @@ class Engine(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer that keeps an entry for each token, or for several.
+    """A layer of a model.
 
     Attributes:
-        heads: KV heads in the whole model.
-        value_dim: 0: it keeps latents.
-        options: of its spec.
+        spec: makes vLLM's, for each engine.
+        heads: KV heads in the whole model; 0: every worker has all that its spec says.
     """
 
     name: str
-    heads: int
-    dim: int
-    value_dim: int
-    dtype: torch.dtype = torch.bfloat16
-    options: Mapping[str, Any] = {}
+    spec: Callable[[Engine], kv.AttentionSpec]
+    heads: int = 0
 
-    def spec(self, engine: Engine) -> kv.AttentionSpec:
-        """vLLM's, of a worker."""
+
+def attention(name: str, heads: int, dim: int, value_dim: int, **options: Any) -> Layer:
+    """A layer of full attention in bfloat16, or of MLA if it has no V."""
+
+    def spec(engine: Engine) -> kv.AttentionSpec:
         told: dict[str, Any] = {
             "block_size": engine.page,
-            "num_kv_heads": max(1, self.heads // engine.tp),
-            "head_size": self.dim,
-            "dtype": self.dtype,
-            **self.options,
+            "num_kv_heads": max(1, heads // engine.tp),
+            "head_size": dim,
+            "dtype": torch.bfloat16,
+            **options,
         }
-        if self.value_dim:
-            return kv.FullAttentionSpec(**told, head_size_v=self.value_dim)
+        if value_dim:
+            return kv.FullAttentionSpec(**told, head_size_v=value_dim)
         return kv.MLAAttentionSpec(**told)
 
-    def whole(self, number: int, entries: int) -> Words:
-        """What the model keeps of a sequence: words `[head, entry, K and V]`, all unlike as far as their width allows."""
-        shape = self.heads, entries, self.dim + self.value_dim
-        start = 1 + 7919 * number
-        numbers = np.arange(start, start + math.prod(shape))
-        return numbers.astype(f"u{self.dtype.itemsize}").reshape(shape)
+    return Layer(name, spec, heads)
 
 
 class Worker(Rank):
@@ -125,7 +120,7 @@ class Worker(Rank):
     Args:
         settings: of its agent; empty: it has none.
         layers: of the model; each has a page table.
-        tokens: of the request.
+        tokens: of the request: those that it keeps if it `fills`, else those that it loads.
         fills: its pages hold the request, and it offers them. Others load it.
         told: what it says of its engine, if that is not the truth.
     """
@@ -142,27 +137,41 @@ class Worker(Rank):
         told: Engine | None = None,
     ) -> None:
         self.engine, self.worker, self.kept, self.tokens = engine, rank, layers, tokens
-        specs = [layer.spec(engine) for layer in layers]
-        windows = Windows.of(specs, engine.dcp)
-        counts = [pages_for(tokens, size) for size in windows.page_sizes]
+        self.specs = [layer.spec(engine) for layer in layers]
+        self.windows = Windows.of(self.specs, engine.dcp)
+        self.states = StateTables.of(self.specs)
+        counts = [pages_for(tokens, size) for size in self.windows.page_sizes]
+        # vLLM frees what a window has passed with the next step, which does not come.
+        first = self.windows.first_kept(tokens)
         self.pages = 2 * max(counts) + 3
         self.tables = [
-            list(np.random.default_rng(2 * place + fills).permutation(self.pages)[:count].tolist())
+            [-1] * first[place]
+            + np.random.default_rng(2 * place + fills)
+            .permutation(self.pages)[: count - first[place]]
+            .tolist()
             for place, count in enumerate(counts)
         ]
-        self.tensors = [self._pages(layer, spec) for layer, spec in zip(layers, specs, strict=True)]
+        kept = zip(layers, self.specs, strict=True)
+        self.tensors = [self._pages(layer, spec) for layer, spec in kept]
         if fills:
             for number, tensor in enumerate(self.tensors):
-                words(tensor)[...] = self.wanted(number)
+                for (page, place), values in self.entries(number).items():
+                    words(tensor)[page, :, place] = values
         names = [layer.name for layer in layers]
-        modules = {layer.name: SimpleNamespace(total_num_kv_heads=layer.heads) for layer in layers}
+        modules = {
+            layer.name: SimpleNamespace(total_num_kv_heads=layer.heads or None) for layer in layers
+        }
         config = (told or engine).config(rank, modules)
-        groups = [
-            kv.KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)
-        ]
         self.cache = describe_cache(
             dict(zip(names, self.tensors, strict=True)),
-            kv.KVCacheConfig(self.pages, [], groups),
+            kv.KVCacheConfig(
+                self.pages,
+                [],
+                [
+                    kv.KVCacheGroupSpec([name], spec)
+                    for name, spec in zip(names, self.specs, strict=True)
+                ],
+            ),
             config,
             {name: number for number, name in enumerate(names)},
         )
@@ -191,31 +200,56 @@ class Worker(Rank):
         (view,) = kv.create_kv_cache_views(memory, spec, self.pages, self.engine.layout, placed)
         return view
 
-    def wanted(self, number: int) -> Words:
-        """What this worker's tensor of a layer holds if all of the request is there: words of the shape of the tensor."""
-        layer, table = self.kept[number], self.tables[number]
-        found = np.full_like(words(self.tensors[number]), 0)
-        found.view(np.uint8)[...] = MARK
-        own = found.shape[1]
-        first = self.worker % self.engine.tp * layer.heads // self.engine.tp
-        values = layer.whole(number, self.tokens)[first : first + own]
-        for token, place in enumerate(self.engine.places(self.worker, self.tokens)):
-            if place is not None:
-                page, at = divmod(place, found.shape[2])
-                found[table[page], :, at] = values[:, token]
+    def entries(self, number: int, first: int = 0) -> dict[tuple[int, int], Words]:
+        """What this worker keeps in a layer of the entries whose tokens are all there, from token `first` on: words `[head, K
+        and V]` by page and place in it. Elements are numbered, all unlike as far as their width allows."""
+        layer, spec, table = self.kept[number], self.specs[number], self.tables[number]
+        _, own, rows, width = self.tensors[number].shape
+        ring = isinstance(spec, kv.CircularBufferSpec)
+        each = int(spec.tokens_per_state)
+        heads = layer.heads or own
+        start = self.worker % self.engine.tp * heads // self.engine.tp if layer.heads else 0
+        sharded = spec.dcp_sharded and self.engine.dcp > 1
+        places = self.engine.places(self.worker, self.tokens) if sharded else range(self.tokens)
+        found: dict[tuple[int, int], Words] = {}
+        for token in range(0, self.tokens // each * each, each):
+            place = places[token]
+            if place is None or token < first:
+                continue
+            page, at = (0, token % rows) if ring else divmod(place // each, rows)
+            if table[page] >= 0:
+                head = np.arange(start, start + own)[:, None]
+                values = ((token // each * heads + head) * width + np.arange(width)) * 7
+                values = (values + 7919 * number + 1).astype(f"u{self.tensors[number].itemsize}")
+                found[table[page], at] = values
         return found
 
+    def problem(self) -> str:
+        """Where this worker's pages differ from what it would keep of the request; empty: nowhere. What nobody needs may be
+        there or not: entries that a window has passed, and those of a page that passes whole."""
+        for number, tensor in enumerate(self.tensors):
+            spec, found = self.specs[number], words(tensor)
+            window = getattr(spec, "sliding_window", None)
+            wanted = self.entries(number, max(0, self.tokens - window + 1) if window else 0)
+            for (page, place), values in wanted.items():
+                if not np.array_equal(found[page, :, place], values):
+                    return f"{self.kept[number].name}: page {page}, entry {place}"
+            others = np.setdiff1d(np.arange(self.pages), self.tables[number])
+            if (np.ascontiguousarray(found[others]).view(np.uint8) != MARK).any():
+                return f"{self.kept[number].name}: a page of others was written"
+        return ""
+
     def offers(self, transfer: str) -> None:
-        tables = tuple(self.tables)
-        offer = Offer(
-            transfer, f"offer of {transfer}", tables, TOKENS, self.tokens, self.tokens, True
-        )
-        self.agent.submit(offer)
+        tables = self.states.only(self.tables, self.tokens)
+        request, tokens = f"offer of {transfer}", self.tokens
+        offer = Offer(transfer, request, tables, TOKENS, tokens, tokens, True)
+        self.agent.submit(offer._replace(state_token=tokens if self.states else 0))
 
     def loads(self, transfer: str, peers: Sequence[Peer], *, first: int = 0) -> None:
-        request, tables = f"load of {transfer}", tuple(self.tables)
-        load = Load(request, transfer, tuple(peers), TOKENS, first, self.tokens, tables, False)
-        self.agent.submit(load)
+        request, stop = f"load of {transfer}", self.tokens
+        tables = self.states.only(self.tables, stop)
+        load = Load(request, transfer, tuple(peers), TOKENS, first, stop, tables, False)
+        self.agent.submit(load._replace(state_token=stop if self.states else 0))
 
 
 def words(tensor: torch.Tensor) -> Words:
@@ -225,13 +259,30 @@ def words(tensor: torch.Tensor) -> Words:
     return numbers.view(f"u{width}")
 
 
+def workers(
+    engine: Engine,
+    layers: Sequence[Layer],
+    tokens: int,
+    *,
+    fills: bool,
+    told: Engine | None = None,
+    **settings: Any,
+) -> list[Worker]:
+    """All workers of an engine."""
+    return [
+        Worker(settings, engine, rank, layers, tokens, fills=fills, told=told)
+        for rank in range(engine.ranks)
+    ]
+
+
 def moved(sources: Sequence[Worker], others: Sequence[Worker], first: int = 0) -> int:
-    """Tokens from this one on from every worker to every other, without agents; the number of chunks."""
+    """Tokens from this one on, and states, from every worker to every other, without agents; the number of chunks."""
     count = 0
     for source in sources:
         for other in others:
             pair = routes(source.geometry, other.geometry, ("raw",), ("raw",))
-            for chunk in plan(pair, first, source.tokens, 1 << 14):
+            state = other.tokens if other.states else 0
+            for chunk in plan(pair, first, other.tokens, 1 << 14, state_token=state):
                 route = pair[chunk.route]
                 slot = memoryview(bytearray(chunk.nbytes(route)))
                 mine = [source.tables[route.source.table][n] for n in chunk.source_pages(route)]
@@ -241,3 +292,15 @@ def moved(sources: Sequence[Worker], others: Sequence[Worker], first: int = 0) -
                 other.cache.scatter(route, chunk, pages, payload)
                 count += 1
     return count
+
+
+def hand_over(sources: Sequence[Worker], others: Sequence[Worker], first: int = 0) -> None:
+    """The same, by their agents."""
+    for worker in sources:
+        worker.offers("t")
+    for worker in others:
+        worker.loads("t", [source.peer for source in sources], first=first)
+    for worker in others:
+        finished = worker.loaded("t")
+        assert (finished.cause, finished.detail) == (None, "")
+    assert [worker.freed("t").cause for worker in sources] == [None] * len(sources)

@@ -7,6 +7,8 @@ vLLM does not report freed pages: its step output has only the pages that were a
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+WHOLE_SEQUENCE = 1 << 31
+"""Tokens of a page of a ring: a request has one page of it, however long it is."""
 NULL_PAGE = 0
 """vLLM's page id for a page that a sliding window has passed."""
 
@@ -29,10 +31,7 @@ class Windows:
         Args:
             cp_size: ranks of decode context parallelism.
         """
-        return cls(
-            (int(spec.block_size) * (cp_size if spec.dcp_sharded else 1), _window(spec))
-            for spec in specs
-        )
+        return cls((_page_tokens(spec, cp_size), _window(spec)) for spec in specs)
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
@@ -87,6 +86,17 @@ class Windows:
             kept = max(0, stop_token - window + 1) if window else 0
             partial.update(pages[first_token // page_size : -(-kept // page_size)])
         return frozenset(partial - {NULL_PAGE})
+
+
+def _page_tokens(spec: Any, cp_size: int) -> int:
+    from vllm.v1.kv_cache_interface import CircularBufferSpec, UniformTypeKVCacheSpecs
+
+    layer = spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        layer = next(iter(spec.kv_cache_specs.values()))
+    if isinstance(layer, CircularBufferSpec):
+        return WHOLE_SEQUENCE
+    return int(spec.block_size) * (cp_size if spec.dcp_sharded else 1)
 
 
 def _window(spec: Any) -> int:
