@@ -74,6 +74,8 @@ class Route:
         It is the first one that the destination's window keeps. If whole pages can pass, it is the
         first token of that one's page. If there is an entry for several tokens, it is the first of them.
         """
+        if not self.destination.cached:
+            first_token = 0
         if not self.destination.window:
             return first_token - first_token % self.source.state_tokens
         kept = max(0, stop_token - self.destination.window + 1)

@@ -78,13 +78,15 @@ class StepCommands(KVConnectorMetadata):
 @dataclass
 class RankAddress(KVConnectorHandshakeMetadata):
     """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), the rank's shard, the
-    port for data (0: none), and its model."""
+    port for data (0: none), and its model. With prefill context parallelism also the addresses of the ranks that differ in
+    that place only: vLLM may pass on that of one of them."""
 
     host: str
     port: int
     shard: Shard
     data_port: int = 0
     model: ModelFacts | None = None
+    copies: tuple["RankAddress", ...] = ()
 
 
 @dataclass

@@ -7,6 +7,7 @@ from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.pool.host import settings_of
 from pd_connector.vllm.pages.state_tables import StateTables
+from pd_connector.vllm.shards import context_parallel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,6 +86,11 @@ def check_prefixes(
             "pool: this model keeps recurrent states, which the pool has no form for: only handoffs move them; leave out "
             "the config key pool"
         )
+    if max(context_parallel(vllm_config)) > 1:
+        raise ConfigError(
+            "pool: ranks of context parallelism share the tokens of a chunk, or keep copies of it, which the pool has no "
+            "form for: only handoffs move them; leave out the config key pool"
+        )
     model = vllm_config.model_config
     if not model.is_prefix_caching_supported:
         why = (
@@ -125,11 +131,3 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "enable_return_routed_experts: only the prefill engine knows which experts a prompt took, and "
             "does not send them to the decode engine; leave the option out"
         )
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size != 1:
-            raise ConfigError(
-                f"{name} {size}: PDConnector does not split a prompt's tokens over ranks; start "
-                "the engine with 1"
-            )

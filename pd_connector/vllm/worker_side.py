@@ -23,6 +23,7 @@ from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.final_token import FIRST_TOKEN
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache
+from pd_connector.vllm.handoff.left_tokens import left_tokens
 from pd_connector.vllm.identity.model import (
     draft_model,
     identify_caches,
@@ -41,7 +42,7 @@ from pd_connector.vllm.messages import (
 from pd_connector.vllm.metrics import PDStats
 from pd_connector.vllm.pool.fills import PoolFills
 from pd_connector.vllm.runner import hooks_tell_layers, in_lockstep, revokes_late
-from pd_connector.vllm.shards import engine_shards, gather_ranks
+from pd_connector.vllm.shards import engine_shards, gather_copies, gather_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -99,8 +100,9 @@ class WorkerSide:
         assert transfer is not None
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
-        # With states a prompt is computed without its last token, and what is sampled after it is not an answer.
-        states = any(group.kind == "state" for group in cache.geometry.groups)
+        # If tokens are left to the decode engine, what is sampled after the others is not an answer.
+        specs = (group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups)
+        answers = not left_tokens(self._vllm_config, specs)
         loaded, files = loaded_weights(self._vllm_config), loaded_files(self._vllm_config)
         draft = draft_model(self._vllm_config, self._config, caches)
         facts = model_facts(self._vllm_config, self._config, caches, shard, loaded, files, draft)
@@ -112,7 +114,7 @@ class WorkerSide:
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
-            tells=(FIRST_TOKEN,) if transfer.is_kv_producer and not states else (),
+            tells=(FIRST_TOKEN,) if transfer.is_kv_producer and answers else (),
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
             experts=self._vllm_config.model_config.is_moe,
@@ -126,6 +128,8 @@ class WorkerSide:
         self._address = RankAddress(
             self._agent.host, self._agent.port, shard, self._agent.data_port, facts
         )
+        if shard.pcp_size > 1:
+            self._address.copies = tuple(gather_copies(self._address))
         if transfer.is_kv_producer and self._vllm_config.parallel_config.world_size > 1:
             source = Source(self._agent.host, self._agent.port, transfer.engine_id)
             self._agent.introduce(gather_ranks(Peer(source, shard)))

@@ -93,6 +93,7 @@ class Fetching(Part):
     Args:
         windows: page sizes and windows of the engine's page tables.
         states: the page tables that list states.
+        left: tokens at the end of a prompt that a producer leaves to this engine.
         ranks: number of ranks of this engine.
         status: says whether a request's KV may be compared.
         unfilled: gets the loads.
@@ -105,6 +106,7 @@ class Fetching(Part):
         config: Config,
         windows: Windows,
         states: StateTables,
+        left: int,
         ranks: int,
         telemetry: Telemetry,
         status: PageStatus,
@@ -112,7 +114,7 @@ class Fetching(Part):
         uncomputable: Uncomputable,
         adapters: Adapters,
     ) -> None:
-        self._status, self._states = status, states
+        self._status, self._states, self._left = status, states, left
         self._partial_pages = unfilled
         self._telemetry = telemetry
         self._uncomputable = uncomputable
@@ -121,7 +123,7 @@ class Fetching(Part):
         outdated = StaleAdapterPages(adapters, uncomputable, self._given_up)
         self.rules: tuple[PageRule, ...] = (outdated, FetchGoesFirst(self._computes))
         self._recomputed = Recomputed(windows.page_sizes)
-        self.audits = Audits(config, windows, states, ranks)
+        self.audits = Audits(config, windows, states, left, ranks)
 
     def bind(self, manager: "KVCacheManager") -> None:
         self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
@@ -156,7 +158,8 @@ class Fetching(Part):
             watch: it waits without pages until its KV begins to arrive.
         """
         assert params.remote_request_id is not None
-        tokens = min(self.tokens(request, params), request.num_prompt_tokens - 1)
+        wanted = request.num_prompt_tokens - max(1, self._left)  # the others are computed here
+        tokens = min(self.tokens(request, params), max(0, wanted))
         stage = Stage.WATCHED if watch else Stage.HELD
         self._fetches[request.request_id] = Fetch(
             params.remote_request_id, *identity, peers, params.wait, tokens, stage
@@ -164,10 +167,10 @@ class Fetching(Part):
 
     def tokens(self, request: "Request", params: TransferParams) -> int:
         """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
-        appended its first token. A producer of states leaves the prompt's last token to its consumer."""
+        appended its first token. A producer may leave the prompt's last tokens to its consumer."""
         if params.remote_num_tokens is not None:
             return params.remote_num_tokens
-        return int(request.num_prompt_tokens) - (1 if self._states else 0)
+        return max(0, int(request.num_prompt_tokens) - self._left)
 
     def queued(self, request: "Request") -> None:
         self._uncomputable.add(request)

@@ -37,6 +37,7 @@ class Offers(Part):
         model: the model that the ranks have loaded.
         address: this engine's address, as proxies get it.
         streams: whether KV is sent while its prompt is computed.
+        answers: what this engine samples follows the whole prompt; no token of it is left to the consumer.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Offers(Part):
         address: transfer_params.ProducerAddress,
         *,
         streams: bool,
+        answers: bool,
     ) -> None:
+        self._answers = answers
         self._status = status
         self.address = address
         self._model = model
@@ -156,8 +159,7 @@ class Offers(Part):
             prompt_tokens=tokens,
             tokens=tokens,
             final=True,
-            # What it has sampled does not follow a prompt whose last token was left to the consumer.
-            final_token=None if self._states else _final_token(request, transfer, identity),
+            final_token=_final_token(request, transfer, identity) if self._answers else None,
             state_token=tokens if self._states else 0,
             boundary_token=boundary,
         )
