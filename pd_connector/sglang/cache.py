@@ -5,7 +5,7 @@ A layer's K is `[slot, head, dim]`, one slot per token; V lies elsewhere in the 
 neighbouring slots. Page 0 receives the writes of padding tokens, and never belongs to a request.
 
 Layers with a sliding window have a pool of their own. SGLang translates slots of the other pool into slots of this
-pool, so these layers are a second page table.
+pool, so these layers are a second page table. So are recurrent layers: a request has one slot of their pool (`states.py`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,13 +17,16 @@ from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.heads import total_heads
-from pd_connector.pages.layer import LayerPages
+from pd_connector.pages.layer import LayerPages, StatePages
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.sglang.states import Parts, describe_states
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FP8 = "fp8_e4m3"
 WINDOW_TABLE = 1
-"""Page table of the layers with a sliding window; all other layers use table 0."""
+"""Page table of the layers with a sliding window; other layers with KV use table 0."""
+STATE_TABLE = 1
+"""Page table of recurrent layers. SGLang has no pool with both."""
 
 NamedHeads = Mapping[int, Collection[int]]
 """`kv.heads.named_heads` of each layer's modules, by the layer's number in the model."""
@@ -39,6 +42,7 @@ def describe_cache(
     *,
     sliding_window: int = 0,
     scales: Scales | None = None,
+    parts: Parts = (),
 ) -> PagedCache:
     """A rank's pool as a `PagedCache`.
 
@@ -48,22 +52,28 @@ def describe_cache(
         shard: the part of the model that this rank holds.
         sliding_window: tokens before a token that layers with a window see, as SGLang counts them.
         scales: of an FP8 pool; 1 for a layer without an entry.
+        parts: of the convolutions of recurrent layers (`states.state_parts`).
 
     Raises:
         UnsupportedGeometryError: this kind of pool cannot be moved, or it is not known which heads a rank holds.
     """
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    if type(pool) is not SWAKVPool:
+    groups: list[tuple[Mapping[int, LayerPages | StatePages], Group]] = []
+    if type(pool) is HybridLinearKVPool:
+        numbers = list(pool.full_attention_layer_id_mapping)
+        groups += _describe(pool.full_kv_pool, numbers, named, shard, scales or {})
+        groups.append(describe_states(pool.mamba_pool, parts, shard, STATE_TABLE))
+    elif type(pool) is not SWAKVPool:
         held = range(shard.first_layer, shard.stop_layer)
-        groups = _describe(pool, held, named, shard, scales or {})
+        groups += _describe(pool, held, named, shard, scales or {})
     else:
         if not sliding_window:
             raise UnsupportedGeometryError(
                 f"KV pool of type {type(pool).__name__} of a model without a sliding window: "
                 "PDConnector cannot tell which part of it a request needs"
             )
-        groups = []
         for part, table in ((pool.full_kv_pool, 0), (pool.swa_kv_pool, WINDOW_TABLE)):
             places = {
                 place: number
@@ -85,6 +95,8 @@ def describe_cache(
 def own_shard(pool: Any, tp_rank: int, tp_size: int) -> Shard:
     """The part of the model that the pool holds."""
     numbers = getattr(pool, "layers_mapping", None)
+    if hasattr(pool, "full_attention_layer_id_mapping"):
+        numbers = (*pool.full_attention_layer_id_mapping, *pool.mamba_pool.mamba_layer_ids)
     if numbers is not None:
         return Shard(min(numbers), max(numbers) + 1, tp_rank, tp_size)
     return Shard(pool.start_layer, pool.start_layer + pool.layer_num, tp_rank, tp_size)

@@ -143,7 +143,7 @@ class Receiver(BaseKVReceiver):
             kv_indices: the pages of the tokens after the prefix.
             aux_index: the request's row of the metadata buffers.
             state_indices: if layers have a sliding window, the pages of the prompt's last tokens in the pool of
-                these layers.
+                these layers; if layers are recurrent, the slot of their states.
             decode_prefix_len: tokens at the prompt's start that this engine already has.
         """
         prefix = decode_prefix_len or 0
@@ -153,8 +153,11 @@ class Receiver(BaseKVReceiver):
         held = [-1] * (prefix // self._rank.pages.size)
         self._rank.pages.check(pages := kv_indices.tolist())
         tables = [(*held, *pages)]
-        for window in state_indices or ():
-            tables.append((*[-1] * (len(tables[0]) - len(window)), *window.tolist()))
+        for state in state_indices or ():
+            if self._rank.pages.slots:
+                tables.append(self._rank.pages.state_slot(state))
+            else:
+                tables.append((*[-1] * (len(tables[0]) - len(state)), *state.tolist()))
         self._tables = tuple(tables)
         self._prefix = prefix
         self._ask()
@@ -235,6 +238,8 @@ class Receiver(BaseKVReceiver):
             stop_token=self._prompt_tokens,
             pages=self._tables,
             wait=True,
+            # SGLang goes on from the prefill engine's token.
+            state_token=self._prompt_tokens if self._rank.pages.slots else 0,
         )
         agent.submit(load, fence=self._rank.pages.forward_fence())
 
