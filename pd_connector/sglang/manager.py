@@ -241,6 +241,8 @@ class Manager(BaseKVManager):
         engine is. A router needs the address to name it to a decode engine of another kind."""
         side = "prefill" if self._produces else "decode"
         address = self._address.fields() if self._produces else {}
+        if self._produces and self.rank.pages.slots:
+            address["keeps_states"] = True
         return {"side": side, **address, **about.written(self.weights.facts)}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.sglang")
 
+_LEFT_OUT = (
+    "; if vLLM has computed the prompt without its last token, set from_first_token in the kv_transfer_params of its "
+    "request (this project's router does)"
+)
+
 
 class Receiver(BaseKVReceiver):
     """Made when the request comes into the decode engine; `bind` follows at once."""
@@ -245,6 +250,8 @@ class Receiver(BaseKVReceiver):
 
     def _ended(self, cause: Cause, detail: str) -> None:
         """The agent has ended the transfer: the prompt is computed again, or the request fails."""
+        if cause is Cause.TOKENS and self._rank.pages.slots:
+            detail += _LEFT_OUT
         self._requested = False
         if cause in (Cause.UNREACHABLE, Cause.SESSION_LOST):
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)  # it may have been restarted

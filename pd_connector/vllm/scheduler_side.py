@@ -22,7 +22,7 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.handoff.fetching import Fetching
 from pd_connector.vllm.handoff.ignored import IgnoredParams
-from pd_connector.vllm.handoff.last_token import leave_last_token
+from pd_connector.vllm.handoff.last_token import leave_last_token, stop_after_prompt
 from pd_connector.vllm.handoff.movable import check_movable
 from pd_connector.vllm.handoff.no_handoff_requests import NoHandoffRequests
 from pd_connector.vllm.handoff.offers import Offers
@@ -140,7 +140,9 @@ class SchedulerSide:
             check_movable(request, parsed, whole=self._engine.attends_ahead)
             offers = parsed.do_remote_decode and not parsed.describe
             if offers and self._engine.produces and self._engine.states:
-                leave_last_token(request)
+                stop_after_prompt(request)
+                if not parsed.from_first_token:
+                    leave_last_token(request)
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
@@ -156,7 +158,10 @@ class SchedulerSide:
             identity = self._identity_of(request)
             if identity is None:
                 return
-            self._commands.append(self.offers.add(request, transfer, identity[0]))
+            chooses = parsed.from_first_token or not self._engine.states
+            self._commands.append(
+                self.offers.add(request, transfer, identity[0], chooses_first=chooses)
+            )
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int

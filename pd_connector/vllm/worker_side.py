@@ -99,8 +99,6 @@ class WorkerSide:
         assert transfer is not None
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
-        # With states a prompt is computed without its last token, and what is sampled after it is not an answer.
-        states = any(group.kind == "state" for group in cache.geometry.groups)
         loaded, files = loaded_weights(self._vllm_config), loaded_files(self._vllm_config)
         draft = draft_model(self._vllm_config, self._config, caches)
         facts = model_facts(self._vllm_config, self._config, caches, shard, loaded, files, draft)
@@ -112,7 +110,7 @@ class WorkerSide:
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
-            tells=(FIRST_TOKEN,) if transfer.is_kv_producer and not states else (),
+            tells=(FIRST_TOKEN,) if transfer.is_kv_producer else (),
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
             experts=self._vllm_config.model_config.is_moe,
