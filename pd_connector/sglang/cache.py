@@ -6,6 +6,10 @@ neighbouring slots. Page 0 receives the writes of padding tokens, and never belo
 
 Layers with a sliding window have a pool of their own. SGLang translates slots of the other pool into slots of this
 pool, so these layers are a second page table. So are recurrent layers: a request has one slot of their pool (`states.py`).
+
+Sparse attention (DSA) keeps a latent and an index key of each token. Keys of a page lie together, and their scales
+behind them, so these pages pass whole, between pools with pages of the same size. So do latents in DSA's own FP8 form, which
+has scales in each latent.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,10 +27,15 @@ from pd_connector.sglang.states import Parts, describe_states
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FP8 = "fp8_e4m3"
+_OPAQUE = "uint8"  # bytes whose meaning only SGLang knows
+_ONE = 1.0, 1.0
 WINDOW_TABLE = 1
 """Page table of the layers with a sliding window; other layers with KV use table 0."""
 STATE_TABLE = 1
 """Page table of recurrent layers. SGLang has no pool with both."""
+
+INDEX_LAYERS = 1024
+"""Number of the index keys of layer 0. Both of a layer's caches need a number, and models have fewer layers."""
 
 NamedHeads = Mapping[int, Collection[int]]
 """`kv.heads.named_heads` of each layer's modules, by the layer's number in the model."""
@@ -68,6 +77,8 @@ def describe_cache(
     elif type(pool) is not SWAKVPool:
         held = range(shard.first_layer, shard.stop_layer)
         groups += _describe(pool, held, named, shard, scales or {})
+        if getattr(pool, "use_dsa", False):
+            groups.append(_index_keys(pool, held))
     else:
         if not sliding_window:
             raise UnsupportedGeometryError(
@@ -119,12 +130,22 @@ def _describe(
             f"KV pool of {pool.dtype}: PDConnector moves SGLang's pools of "
             f"{', '.join(DTYPES)} (--kv-cache-dtype auto, bf16 or fp8_e4m3)"
         )
-    pages, dims = _pages(pool, latents=dtype != _FP8)
+    pages, dims = _pages(pool)
     device = pages[0].key.device.type
+    layout = f"{device}/token-head-dim"
+    latent = not dims[1]
+    if latent and dtype == _FP8:
+        if getattr(pool, "dsa_kv_cache_store_fp8", False):
+            dtype, layout = _OPAQUE, f"{device}/fp8-scales-rope"
+        elif scaled := [n for n in numbers if scales.get(n, _ONE) != _ONE]:
+            raise UnsupportedGeometryError(
+                f"FP8 latents of layers {scaled[0]}-{scaled[-1]} with scales: SGLang writes latents without a scale, so "
+                "PDConnector cannot tell what they mean; set --kv-cache-dtype auto"
+            )
     by_heads: dict[int, dict[int, LayerPages]] = {}
     for number, layer in zip(numbers, pages, strict=True):
         heads = 1
-        if dims[1]:
+        if not latent:
             named_heads = named.get(number, ())
             heads = total_heads(f"layer {number}", pool.head_num, shard.tp_size, named_heads)
         by_heads.setdefault(heads, {})[number] = layer
@@ -132,7 +153,7 @@ def _describe(
         (
             layers,
             Group(
-                kind="attention" if dims[1] else "latent",
+                kind="latent" if latent else "attention",
                 layers=tuple(layers),
                 heads=heads,
                 key_dim=dims[0],
@@ -140,23 +161,61 @@ def _describe(
                 page_size=pool.page_size,
                 window=window,
                 dtype=dtype,
-                layout=f"{device}/token-head-dim",
+                layout=layout,
                 heads_apart=pool.page_size == 1,
                 table=table,
-                scales=tuple(scales.get(n, (1.0, 1.0)) for n in layers) if dtype == _FP8 else (),
+                scales=tuple(scales.get(n, _ONE) for n in layers) if dtype == _FP8 else (),
             ),
         )
         for heads, layers in by_heads.items()
     ]
 
 
-def _pages(pool: Any, *, latents: bool) -> tuple[list[LayerPages], tuple[int, int]]:
-    """The layers of a pool, with the dimensions of K and V; those of a latent, which has no V, are (dimension, 0).
+def _index_keys(pool: Any, numbers: Sequence[int]) -> tuple[dict[int, LayerPages], Group]:
+    """The index keys of sparse attention. Layers that use those of the layer before have none."""
+    if pool.index_kpool != 1:
+        raise UnsupportedGeometryError(
+            f"index keys of {pool.index_kpool} tokens each: PDConnector moves a key of each token; serve this model without "
+            "--disaggregation-transfer-backend pd_connector"
+        )
+    held = {
+        INDEX_LAYERS + number: buffer
+        for number, buffer in zip(numbers, pool.index_k_with_scale_buffer, strict=True)
+        if len(buffer)
+    }
+    first = next(iter(held.values()))
+    key_dim = first.shape[1] // pool.page_size
+    pages = {
+        number: LayerPages(
+            buffer.view(len(buffer), 1, pool.page_size, key_dim),
+            None,
+            (buffer.view(len(buffer), 1, -1),),
+        )
+        for number, buffer in held.items()
+    }
+    group = Group(
+        kind="latent",
+        layers=tuple(pages),
+        heads=1,
+        key_dim=key_dim,
+        value_dim=0,
+        page_size=pool.page_size,
+        window=0,
+        dtype=_OPAQUE,
+        layout=f"{first.device.type}/keys-scales",
+        heads_apart=pool.page_size == 1,
+        table=0,
+    )
+    return pages, group
 
-    Args:
-        latents: latents of this dtype can be moved.
-    """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+def _pages(pool: Any) -> tuple[list[LayerPages], tuple[int, int]]:
+    """The layers of a pool, with the dimensions of K and V; those of a latent, which has no V, are (dimension, 0)."""
+    from sglang.srt.mem_cache.memory_pool import (
+        DSATokenToKVPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+    )
 
     places = range(pool.layer_num)
     if type(pool) is MHATokenToKVPool:
@@ -167,12 +226,12 @@ def _pages(pool: Any, *, latents: bool) -> tuple[list[LayerPages], tuple[int, in
             )
         pages = [_layer(pool, pool.k_buffer[n], pool.v_buffer[n]) for n in places]
         return pages, (pool.head_dim, pool.v_head_dim)
-    if type(pool) is MLATokenToKVPool and not pool.use_dsa and latents:
+    if type(pool) in (MLATokenToKVPool, DSATokenToKVPool):
         return [_layer(pool, pool.kv_buffer[n], None) for n in places], (pool.kv_cache_dim, 0)
     raise UnsupportedGeometryError(
         f"KV pool of type {type(pool).__name__}, {pool.dtype}: PDConnector moves full and "
-        "sliding-window attention (MHATokenToKVPool) and 16- or 32-bit MLA latents "
-        "(MLATokenToKVPool) of SGLang; serve this model without "
+        "sliding-window attention (MHATokenToKVPool), MLA latents (MLATokenToKVPool) and sparse attention "
+        "(DSATokenToKVPool) of SGLang; serve this model without "
         "--disaggregation-transfer-backend pd_connector"
     )
 
@@ -181,7 +240,9 @@ def _layer(pool: Any, key: torch.Tensor, value: torch.Tensor | None) -> LayerPag
     parts = [key] if value is None else [key, value]
     views = [_paged(part, pool.page_size) for part in parts]
     planes = tuple(_rows(view, apart=pool.page_size == 1) for view in views)
-    seen = [view.view(pool.dtype).permute(0, 2, 1, 3) for view in views]
+    opaque = getattr(pool, "dsa_kv_cache_store_fp8", False)
+    dtype = torch.uint8 if opaque else pool.dtype
+    seen = [view.view(dtype).permute(0, 2, 1, 3) for view in views]
     return LayerPages(seen[0], seen[1] if value is not None else None, planes)
 
 

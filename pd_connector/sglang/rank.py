@@ -36,7 +36,7 @@ class PoolPages:
         self.limit = limit
         self.slots = slots
         self._scheduler = scheduler
-        self._windows = windows
+        self.windows = windows
 
     def check(self, pages: Sequence[int]) -> None:
         """Raise ValueError if a page is not one of the pool's. (The agent would find out, too, and end all requests
@@ -70,7 +70,7 @@ class PoolPages:
         """
         if self.slots:
             return tuple(pages), state
-        if not self._windows:
+        if not self.windows:
             return (tuple(pages),)
         slots = torch.tensor(pages, dtype=torch.int64) * self.size
         allocator = self._scheduler.token_to_kv_pool_allocator

@@ -148,7 +148,7 @@ class Receiver(BaseKVReceiver):
             kv_indices: the pages of the tokens after the prefix.
             aux_index: the request's row of the metadata buffers.
             state_indices: if layers have a sliding window, the pages of the prompt's last tokens in the pool of
-                these layers; if layers are recurrent, the slot of their states.
+                these layers; if layers are recurrent, the slot of their states. Index keys have the pages of the KV.
             decode_prefix_len: tokens at the prompt's start that this engine already has.
         """
         prefix = decode_prefix_len or 0
@@ -161,7 +161,7 @@ class Receiver(BaseKVReceiver):
         for state in state_indices or ():
             if self._rank.pages.slots:
                 tables.append(self._rank.pages.state_slot(state))
-            else:
+            elif self._rank.pages.windows:
                 tables.append((*[-1] * (len(tables[0]) - len(state)), *state.tolist()))
         self._tables = tuple(tables)
         self._prefix = prefix

@@ -87,8 +87,8 @@ def _check_switch(server_args: Any, parallel: Any) -> None:
         raise ConfigError(_refusal("--enable-pd-role-switch with the radix cache of prefill", mend))
 
 
-_STATES = frozenset({"swa", "mamba"})
-"""What SGLang keeps beside its KV pool, and is moved: layers with a sliding window, recurrent states."""
+_STATES = frozenset({"swa", "mamba", "dsa"})
+"""What SGLang keeps beside its KV pool, and is moved: layers with a sliding window, recurrent states, index keys."""
 
 _BY_ROOM = "follow_bootstrap_room"
 """The setting by which a decode engine knows which replica of a prefill engine has a request."""

@@ -83,8 +83,8 @@ class Engine(Manager):
             PoolPages(
                 scheduler,
                 page_size,
-                limit=SLOTS // page_size + 1,
-                windows=pool is not None and states is None,
+                limit=max(SLOTS, self.pool.size) // page_size + 1,
+                windows=hasattr(self.pool, "swa_kv_pool"),
                 slots=states.size + 1 if states is not None else 0,
             ),
             Adapters(SimpleNamespace(lora_manager=None)),

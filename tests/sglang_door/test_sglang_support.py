@@ -56,6 +56,7 @@ def test_an_engine_as_it_comes_is_fine() -> None:
     check_supported(PLAIN, SWITCHES, ALONE)
     check_supported(changed(PLAIN, state_types=[StateType.SWA]), ARGS, ALONE)
     check_supported(changed(PLAIN, state_types=[StateType.MAMBA]), ARGS, ALONE)
+    check_supported(changed(PLAIN, state_types=[StateType.DSA]), ARGS, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_an_engine_as_it_comes_is_fine() -> None:
         (PLAIN, DECODE, changed(ALONE, pp_size=2), "pp_size 2 of a decode engine"),
         (PLAIN, ARGS, changed(ALONE, dp_size=2), "--load-balance-method round_robin"),
         (PLAIN, ARGS, changed(ALONE, attn_dp_size=2), "--load-balance-method round_robin"),
-        (changed(PLAIN, state_types=[StateType.DSA]), ARGS, ALONE, "kind dsa"),
+        (changed(PLAIN, state_types=[StateType.DSA_TAIL]), ARGS, ALONE, "kind dsa_tail"),
         (changed(PLAIN, state_types=[StateType.QSA_COMPRESSED]), ARGS, ALONE, "qsa_compressed"),
         (
             changed(PLAIN, state_types=[StateType.SWA, StateType.MAMBA]),
