@@ -73,7 +73,8 @@ def describe_cache(
     if type(pool) is HybridLinearKVPool:
         numbers = list(pool.full_attention_layer_id_mapping)
         groups += _describe(pool.full_kv_pool, numbers, named, shard, scales or {})
-        groups.append(describe_states(pool.mamba_pool, parts, shard, STATE_TABLE))
+        attends = frozenset(numbers)
+        groups.append(describe_states(pool.mamba_pool, parts, shard, STATE_TABLE, attends))
     elif type(pool) is not SWAKVPool:
         held = range(shard.first_layer, shard.stop_layer)
         groups += _describe(pool, held, named, shard, scales or {})

@@ -59,7 +59,7 @@ def state_parts(model: torch.nn.Module) -> Parts:
 
 
 def describe_states(
-    pool: Any, parts: Parts, shard: Shard, table: int
+    pool: Any, parts: Parts, shard: Shard, table: int, attends: frozenset[int] = frozenset()
 ) -> tuple[dict[int, StatePages], Group]:
     """The states of a rank: views by the layer's number in the model, and their group.
 
@@ -67,6 +67,7 @@ def describe_states(
         pool: SGLang's `MambaPool`.
         parts: of its convolutions (`state_parts`).
         table: the page table that lists a request's slot.
+        attends: layers that have KV.
 
     Raises:
         UnsupportedGeometryError: a kind of state that cannot be moved.
@@ -82,6 +83,11 @@ def describe_states(
         raise UnsupportedGeometryError(
             f"{names} beside a MambaPool: PDConnector moves convolutions and matrices; serve this model without "
             "disaggregation"
+        )
+    if both := sorted(attends.intersection(pool.mamba_layer_ids)):
+        raise UnsupportedGeometryError(
+            f"layer {both[0]} has attention and a state: PDConnector moves one or the other of a layer; use vLLM, or serve "
+            "this model without disaggregation"
         )
     convolution = pool.mamba_cache.conv[0]
     if pool.conv_slice_axis == 1:  # KDA keeps rows first

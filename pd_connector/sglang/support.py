@@ -50,6 +50,10 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
         raise ConfigError(
             _refusal(f"states of kinds {kinds} in one model", "serve this model without it")
         )
+    recurrent = any(kind.value == "mamba" for kind in kv_args.state_types)
+    if recurrent and getattr(server_args, "enable_pd_role_switch", False):
+        mend = "start one engine for each side"
+        raise ConfigError(_refusal("--enable-pd-role-switch with recurrent states", mend))
     if kv_args.num_draft_entries:
         raise ConfigError(_refusal("KV of a draft model", "leave --speculative-algorithm out"))
 

@@ -293,6 +293,9 @@ def test_states_that_cannot_be_moved_are_named() -> None:
         describe_cache(pool, NAMED, shard)
     with pytest.raises(UnsupportedGeometryError, match=r"44 channels: wanted 12 \+ 20"):
         describe_cache(pool, NAMED, shard, parts=parts[1:])
+    pool.full_attention_layer_id_mapping = {2: 0, 3: 1}
+    with pytest.raises(UnsupportedGeometryError, match="layer 2 has attention and a state"):
+        describe_cache(pool, NAMED, shard, parts=parts)
     pool.mamba_pool.register_slot_state(SimpleNamespace())
     with pytest.raises(UnsupportedGeometryError, match="SimpleNamespace beside a MambaPool"):
         describe_cache(pool, NAMED, shard, parts=parts)

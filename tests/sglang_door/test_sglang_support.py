@@ -113,6 +113,12 @@ def test_an_engine_as_it_comes_is_fine() -> None:
             ALONE,
             "kinds swa and mamba in one model",
         ),
+        (
+            changed(PLAIN, state_types=[StateType.MAMBA]),
+            SWITCHES,
+            ALONE,
+            "--enable-pd-role-switch with recurrent states",
+        ),
         (changed(PLAIN, num_draft_entries=2), ARGS, ALONE, "draft model"),
     ],
 )
