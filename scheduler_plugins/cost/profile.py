@@ -118,7 +118,11 @@ def fitted(measured: Sequence[Measurement], chunk_tokens: int = 0) -> tuple[Cost
     for measurement in held_out:
         error = abs(float(_row(measurement, chunk_tokens) @ values) - 1)
         missed[_kind(measurement.load)].append(error)
-    model = from_coefficients(values[:COEFFICIENTS], chunk_tokens, _mean(sum(missed.values(), [])))
+    model = from_coefficients(
+        values[:COEFFICIENTS],
+        chunk_tokens,
+        _mean([error for errors in missed.values() for error in errors]),
+    )
     if any(_kind(measurement.load) == "mixed" for measurement in rest):
         m0, m1, m2 = (float(value) for value in values[COEFFICIENTS:])
         model = replace(model, mixed=MixedCosts(m0=m0, m1=m1, m2=m2))
