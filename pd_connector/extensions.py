@@ -9,6 +9,7 @@ object of a module for which the name stands. Each group of entry points is one 
 | `pd_connector.codecs` | a codec (`kv/coding.py`) |
 | `pd_connector.commands` | a command of `pd-connector` |
 | `pd_connector.benchmarks` | a command of `pd-connector bench` |
+| `pd_connector.folders` | a kind of folder that `pd-connector check` knows: a function of its path, which gives findings, or None for another kind |
 | `scheduler_plugins.policies` | a policy of the queue or of the router |
 | `scheduler_plugins.roles` | a role policy of the router (`scheduler_plugins/router/roles/registry.py`) |
 """
