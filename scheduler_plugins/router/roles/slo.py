@@ -20,7 +20,7 @@ from scheduler_plugins.router.roles.group import Group, groups
 
 MIX_S = 600.0
 """The mean request is that of this time."""
-SPARE, MARGIN = 0.2, 0.1
+SPARE, MARGIN = 0.2, 0.15
 """An engine is stopped only if the others have this part of their time to spare, and would be enough for this much more
 load. The second keeps a constant load from starting and stopping an engine to and fro."""
 LATE = 0.02

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from scheduler_plugins.cost.profile import save
 from scheduler_plugins.router.elastic import task
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles import forecast, scaling, slo
+from scheduler_plugins.router.roles import forecast, slo
+from scheduler_plugins.router.roles.scaling import Limits
 from scheduler_plugins.router.server import RouterServer
+from scheduler_plugins.router.settings import elastic
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.sim.mock.server import MockEngine
 from scheduler_plugins.sim.mock.settings import MockSettings
@@ -104,7 +107,7 @@ def test_engines_come_and_go_with_the_load_and_no_request_is_lost(
         (slo, "TREND_S", 5.0),
         (slo, "MIX_S", 10.0),
         (slo, "QUEUE_S", 3.0),
-        (scaling, "SETTLE_S", 2.0),
+        (elastic, "Limits", partial(Limits, settle_s=2.0)),
     ):
         monkeypatch.setattr(module, name, value)
 
