@@ -147,7 +147,7 @@ class ScaleGuards:
         limits, role = self._limits, scale.role
         engines = max(limits.fewest[role], pins, min(limits.most[role], scale.engines))
         side.proposals.append((now_s, engines, scale.cause))
-        while side.proposals[0][0] <= now_s - limits.settle_s:
+        while len(side.proposals) > 1 and side.proposals[0][0] <= now_s - limits.settle_s:
             side.proposals.popleft()
         if engines > side.engines:
             if now_s >= side.again_s:

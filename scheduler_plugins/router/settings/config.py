@@ -259,7 +259,7 @@ class RouterConfig:
         """The place of an engine that the settings know by `url`."""
         place = self.places.get(url, Place())
         may = place.may
-        if self.roles and self.moving is not None and not self._elastic:
+        if self.roles and self.moving is not None and not (self._elastic or self._scales):
             may = frozenset((Role.PREFILL, Role.DECODE))
         if home is not None and home not in MOVABLE:
             may = frozenset()
@@ -287,6 +287,12 @@ class RouterConfig:
     def _elastic(self) -> bool:
         return any(place.may for place in self.places.values())
 
+    @property
+    def _scales(self) -> bool:
+        """Whether the role policy starts and stops engines."""
+        moving = self.moving
+        return moving is not None and create_roles(moving.policy).scales
+
     def _check_roles(self) -> None:
         if (moving := self.moving) is not None:
             create_roles(moving.policy)
@@ -302,14 +308,15 @@ class RouterConfig:
         placed = self.placed(lambda url: (url,))
         names = {place.group for url, place in placed.items() if is_name(url)}
         own = [place for url, place in placed.items() if not is_name(url)]
-        scales = (moving := self.moving) is not None and create_roles(moving.policy).scales
+        scales = self._scales
         if scales:
             for group in sorted({place.group for place in placed.values()}):
                 self.bounds(group).limits(group, self.start_timeout_s)
         check_groups(self.groups, self.routes, own, named=names, grows=scales)
-        self._check_scaling(scales=scales)
+        self._check_scaling()
 
-    def _check_scaling(self, *, scales: bool) -> None:
+    def _check_scaling(self) -> None:
+        scales = self._scales
         for setting in (START, STOP):
             if not (text := getattr(self, setting)):
                 continue
