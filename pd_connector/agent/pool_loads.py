@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.thread_priority import prefer_this_thread
 from pd_connector.errors import Cause, Miss, PDConnectorError, PoolError
@@ -271,6 +271,8 @@ class ChunkLoads:
             raise
         except PoolError as error:
             filling.fail(chunk.number, Cause.POOL, str(error), error.cause)
+        except RevokedError as error:  # the engine has emptied its cache
+            filling.fail(chunk.number, Cause.POOL, str(error))
         except Exception as error:
             logger.exception("pool: a chunk could not be placed")
             filling.fail(chunk.number, Cause.INTERNAL, repr(error))
