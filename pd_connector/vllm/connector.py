@@ -115,16 +115,17 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         assert self._scheduler is not None
-        peers: dict[tuple[int, int], Peer] = {}
-        models = {rank: one.model for rank, one in metadata.items() if isinstance(one, RankAddress)}
-        for rank, address in metadata.items():
-            assert isinstance(address, RankAddress)
-            assert self._engine_id is not None
-            source = Source(address.host, address.port, self._engine_id)
-            peers[rank] = Peer(source, address.shard)
-        ports = {a.data_port for a in metadata.values() if isinstance(a, RankAddress)}
-        model = models[min(models)] if models else None
-        self._scheduler.set_peers(in_order(peers), tuple(ports - {0}), model)
+        assert self._engine_id is not None
+        addresses = [address for address in metadata.values() if isinstance(address, RankAddress)]
+        assert len(addresses) == len(metadata)
+        ranks = {rank.shard: rank for address in addresses for rank in (address, *address.copies)}
+        peers = in_order(
+            Peer(Source(rank.host, rank.port, self._engine_id), shard)
+            for shard, rank in ranks.items()
+        )
+        ports = {rank.data_port for rank in ranks.values()}
+        model = ranks[peers[0].shard].model if peers else None
+        self._scheduler.set_peers(peers, tuple(ports - {0}), model)
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         assert self._scheduler is not None

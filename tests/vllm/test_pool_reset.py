@@ -78,7 +78,7 @@ def test_a_request_that_had_found_chunks_looks_again(make: Make) -> None:
     engine.add("b", CHUNKS * CHUNK_TOKENS + 30, max_tokens=4)
     prompt = engine.side.pool._prompts["b"]
     assert isinstance(prompt.look, Future)
-    assert len(prompt.look.result().found) == CHUNKS
+    assert len(prompt.look.result().hits) == CHUNKS
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     until_over([engine], lambda: "b" in engine.ended)
     assert [one for one in engine.commands if getattr(one, "stop_token", 0)] == []
