@@ -15,7 +15,7 @@ import logging
 import secrets
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -359,9 +359,10 @@ class Carrier:
                 self._count("brought_bytes", len(data))
                 self._brought(key)
 
-        if hits:
-            names, sizes = [each.name for _, each in hits], [each.nbytes for _, each in hits]
-            self._gets.get(names, sizes, take)
+        for first, stop in _batches([each.nbytes for _, each in hits]):
+            names = [each.name for _, each in hits[first:stop]]
+            sizes = [each.nbytes for _, each in hits[first:stop]]
+            self._gets.get(names, sizes, lambda place, data, at=first: take(at + place, data))
         for key in keys:
             if key not in seen:
                 self._know(key, None)
@@ -394,3 +395,15 @@ class Carrier:
                 writing.write(0, data)
                 if not writing.publish():
                     raise PoolError(Miss.REFUSED, "this host's pool was not written")
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of objects that pass in one call each. A stranger can make objects large: memory must hold one of those at most."""
+    first, nbytes = 0, 0
+    for place, size in enumerate(sizes):
+        if place > first and nbytes + size > _BATCH_BYTES:
+            yield first, place
+            first, nbytes = place, 0
+        nbytes += size
+    if first < len(sizes):
+        yield first, len(sizes)

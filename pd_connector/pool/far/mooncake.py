@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, parse_qs
 from pd_connector.errors import ConfigError
 from pd_connector.pool.far.base import FarStore
 
+_missing = ""
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 else:
