@@ -25,7 +25,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 """How long a child that died, or was killed, is not started again."""
 _KEPT_BYTES = 64 << 20
 """Shared memory that stays between calls."""
-_LEAST_BYTES_S = 50e6
+_LEAST_BYTES_S = 10e6
 """Bytes for which a call has one second more."""
 _answers = msgspec.msgpack.Decoder(Answer)
 

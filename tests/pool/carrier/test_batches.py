@@ -4,7 +4,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_connector.pool.carrier.carrier import _BATCH_BYTES, _batches
+from pd_connector.pool.carrier.carrier import _GET_BYTES, _batches
 
 
 @given(st.lists(st.integers(1, 512 << 20), max_size=40))
@@ -14,4 +14,4 @@ def test_each_object_passes_once_and_few_bytes_at_a_time(sizes: list[int]) -> No
         range(len(sizes))
     )
     for first, stop in runs:
-        assert stop == first + 1 or sum(sizes[first:stop]) <= _BATCH_BYTES
+        assert stop == first + 1 or sum(sizes[first:stop]) <= _GET_BYTES
