@@ -275,6 +275,8 @@ class ChunkLoads:
             raise
         except PoolError as error:
             filling.fail(chunk.number, Cause.POOL, str(error), error.cause)
+        except RevokedError as error:  # the engine has emptied its cache
+            filling.fail(chunk.number, Cause.POOL, str(error))
         except Exception as error:
             logger.exception("pool: a chunk could not be placed")
             filling.fail(chunk.number, Cause.INTERNAL, repr(error))
