@@ -15,11 +15,7 @@ from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE
 from scheduler_plugins.router.settings.options import API_KEY_VARIABLE, CLIENT_KEY_VARIABLE
 
 MOST_BYTES = 64 << 10
-<<<<<<< HEAD
 """The end of a command's output that is read."""
-=======
-"""Bytes from the end of a command's output that are read."""
->>>>>>> main
 TERM_S = 2.0
 """Time between SIGTERM and SIGKILL."""
 _SECRETS = (ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, API_KEY_VARIABLE)
