@@ -144,10 +144,10 @@ def smallest(requests: Sequence[Waiting], seconds: float, say: Callable[[str], N
             if decode < engines and (not runs or runs[-1].kept < KEPT):
                 runs.append(fixed(requests, engines - decode, decode, seconds))
                 say(f"fixed {engines - decode}P{decode}D: {runs[-1].kept:.4f}")
-        found = max(runs, key=lambda run: run.kept)
-        if found.kept < KEPT:
+        largest = max(runs, key=lambda run: run.kept)
+        if largest.kept < KEPT:
             break
-        best = found
+        best = largest
     if best is None:
         raise ValueError(f"{ENGINES} engines keep less than {KEPT:.0%} in time")
     return best
