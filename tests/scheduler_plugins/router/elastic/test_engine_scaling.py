@@ -61,7 +61,7 @@ open(path + ".stopped", "w").close()
 """
 
 
-def run(scenario: Coroutine[Any, Any, None], limit_s: float = 60) -> None:
+def run(scenario: Coroutine[Any, Any, None], limit_s: float = 100) -> None:
     async def limited() -> None:
         async with asyncio.timeout(limit_s):
             await scenario
@@ -156,7 +156,7 @@ def test_engines_come_and_go_with_the_load_and_no_request_is_lost(
                     await asyncio.sleep(0.25)
                 while len([e for e in pool.engines if e.role is Role.PREFILL]) > 1:
                     asked.create_task(ask(n := n + 1))
-                    await asyncio.sleep(1.0)
+                    await asyncio.sleep(2.5)
                 await until(lambda: bool(list(folder.glob("*.stopped"))), "it was stopped")
             assert answers == [(200, 40, True)] * n
             assert await wanted(session, router.port) == {"prefill": 1, "decode": 1}
