@@ -6,6 +6,7 @@ key dim]`. Both are written in place. Arithmetic is float32.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def chunk_gated_delta_rule_cpu(
     initial_state_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Prompts, or parts of prompts, one behind the other in `[1, token, head, dim]`. Returns (outputs, states, nothing)."""
-    assert not head_first and use_qk_l2norm_in_kernel
+    assert not head_first
+    assert use_qk_l2norm_in_kernel
     out = torch.empty_like(v)
     for number, first, stop in _sequences(cu_seqlens):
         slot = int(initial_state_indices[number])
@@ -119,7 +121,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 def _sequences(starts: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     bounds = starts.tolist()
-    for number, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (first, stop) in enumerate(pairwise(bounds)):
         if stop > first:
             yield number, first, stop
 
@@ -160,7 +162,9 @@ def _delta_rule(
 
 LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
 """SGLang calls these as `torch.ops.sgl_kernel.*`."""
-LIBRARY.define("fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)"
+)
 LIBRARY.define(
     "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, "
     "Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, "

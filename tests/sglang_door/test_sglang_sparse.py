@@ -74,7 +74,9 @@ def test_latents_and_index_keys_of_a_prompt_pass(fp8: bool) -> None:
         reach(receiver.poll, KVPoll.WaitingForInput)
         others = [2, 4]
         before = held(pair.d.pool, others)
-        assert not all(map(torch.equal, held(pair.p.pool, here.tolist()), held(pair.d.pool, there.tolist())))
+        assert not all(
+            map(torch.equal, held(pair.p.pool, here.tolist()), held(pair.d.pool, there.tolist()))
+        )
         receiver.send_metadata(there, 2, [there], decode_prefix_len=0)
         reach(receiver.poll, KVPoll.Success)
         sent, got = held(pair.p.pool, here.tolist()), held(pair.d.pool, there.tolist())

@@ -51,7 +51,10 @@ def test_a_model_that_hands_over_is_good_with_one_engine_only(tmp_path: Path) ->
     found = findings(tmp_path, "FalconH1ForCausalLM")
     assert [found[name].status for name in found] == [Status.OK, Status.WARN, Status.WARN]
     assert not found["vLLM"].found.startswith("does not")
-    assert found["SGLang"].found == "does not hand over. states of linear attention, or in layers that also have attention"
+    assert (
+        found["SGLang"].found
+        == "does not hand over. states of linear attention, or in layers that also have attention"
+    )
     assert found["SGLang"].advice
 
 
