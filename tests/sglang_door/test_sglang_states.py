@@ -157,7 +157,7 @@ def runs(pool: HybridLinearKVPool, parts: Parts, slot: int) -> dict[str, torch.T
     for part in parts:
         found[part.name] = convolution[:, first : first + part.units * part.dim]
         first += part.units * part.dim
-    return found | ({"ssm": matrices[0]} if matrices else {})
+    return found | dict(zip(("ssm",), matrices, strict=False))
 
 
 def whole(pools: list[tuple[HybridLinearKVPool, Parts]], slot: int) -> dict[str, torch.Tensor]:

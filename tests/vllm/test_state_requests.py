@@ -127,7 +127,7 @@ def test_logprobs_of_a_prompt_without_its_last_token_are_not_asked_for() -> None
     engine.side.on_new_request(whole)
     assert whole.num_prompt_tokens == 40
     assert request.num_prompt_tokens == 39
-    assert not engine.side.offers._known.keys() - {"a"}
+    assert not engine.side.offers._transfers.keys() - {"a"}
 
 
 def test_other_models_keep_their_prompts() -> None:

@@ -295,11 +295,11 @@ def _read(params: object) -> TransferParams:
             if engine.ranks and "remote_ranks" not in params:
                 params |= {"remote_ranks": engine.ranks, "remote_seal": engine.seal}
                 params |= engine.context._asdict()
-    found = msgspec.convert(params, TransferParams)
-    if found.remote_pcp_ranks and len(found.remote_pcp_ranks) != len(found.remote_ranks):
-        counts = f"{len(found.remote_pcp_ranks)} places for {len(found.remote_ranks)} ranks"
+    parsed = msgspec.convert(params, TransferParams)
+    if parsed.remote_pcp_ranks and len(parsed.remote_pcp_ranks) != len(parsed.remote_ranks):
+        counts = f"{len(parsed.remote_pcp_ranks)} places for {len(parsed.remote_ranks)} ranks"
         raise ValueError(f"remote_pcp_ranks: {counts}: must be as many")
-    return found
+    return parsed
 
 
 def _stages(address: ProducerAddress) -> int:
