@@ -5,8 +5,8 @@ A convolution's state is `[slot, channel, row]`, and has the last inputs. A matr
 key dim]`. Both are written in place. Arithmetic is float32.
 """
 
+import itertools
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 def _sequences(starts: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     bounds = starts.tolist()
-    for number, (first, stop) in enumerate(pairwise(bounds)):
+    for number, (first, stop) in enumerate(itertools.pairwise(bounds)):
         if stop > first:
             yield number, first, stop
 
