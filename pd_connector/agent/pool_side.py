@@ -30,7 +30,7 @@ from pd_connector.telemetry import Telemetry
 
 def accelerator(device: torch.device) -> str:
     """What computes at an engine, in names of writers: kinds of it compute the same KV with other last bits."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return str(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
 
 
 class PoolSide:

@@ -73,9 +73,9 @@ def main() -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
     os.chdir(folder)
-    program = str(Path(sys.executable).parent / "mooncake_master")
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    master = subprocess.Popen([program, "--port", str(MASTER), "--metrics_port", "7952"], **quiet)
+    program = [sys.executable, "-m", "mooncake.cli"]
+    master = subprocess.Popen([*program, "--port", str(MASTER), "--metrics_port", "7952"], **quiet)
     try:
         time.sleep(0.5)
         lender = client(128 << 20)

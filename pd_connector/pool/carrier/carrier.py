@@ -17,6 +17,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
@@ -346,8 +347,8 @@ class Carrier:
         damaged: list[Stored] = []
         seen = set()
 
-        def take(place: int, data: memoryview) -> None:
-            key, each = hits[place]
+        def take(first: int, place: int, data: memoryview) -> None:
+            key, each = hits[first + place]
             seen.add(key)
             try:
                 opened = unpacked(key, self._seal.open(each.name, data))
@@ -367,7 +368,7 @@ class Carrier:
         for first, stop in _batches([each.nbytes for _, each in hits]):
             names = [each.name for _, each in hits[first:stop]]
             sizes = [each.nbytes for _, each in hits[first:stop]]
-            self._gets.get(names, sizes, lambda place, data, at=first: take(at + place, data))
+            self._gets.get(names, sizes, partial(take, first))
         for key in keys:
             if key not in seen:
                 self._know(key, None)

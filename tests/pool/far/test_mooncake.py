@@ -25,7 +25,7 @@ here = pytest.mark.skipif(
 def test_hosts_share_through_mooncake_and_a_stranger_causes_misses() -> None:
     if os.geteuid() != 0 or not shutil.which("unshare"):
         pytest.skip("needs root, for a network namespace")
-    paths = [ROOT, ROOT / "tests", ROOT / "tests/pool/store"]
+    paths = [ROOT, ROOT / "tests", ROOT / "tests/pool/store", ROOT / ".venv/far"]
     ended = subprocess.run(
         ["unshare", "--net", sys.executable, str(ROOT / "tests/support/mooncake_site.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
