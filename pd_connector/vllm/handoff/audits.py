@@ -233,8 +233,8 @@ class Audits:
 
     def refused(self, pair: Pair) -> None:
         """A rank no longer trusts this producer, for example because it has restarted."""
-        for known in (self._passed, self._kv_only, self._short):
-            known.pop(pair, None)
+        for pairs in (self._passed, self._kv_only, self._short):
+            pairs.pop(pair, None)
 
     def _compare_kv_only(self, pair: Pair, why: str) -> None:
         """One of the engines does not keep the states that were to be compared. Without this no audit might ever end."""
