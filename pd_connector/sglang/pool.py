@@ -115,7 +115,7 @@ class PoolLinker(UnifiedCacheLinker):
             PDConnectorError: the engine is set up for what the pool cannot keep; it does not start then.
         """
         self._cache = scheduler.tree_cache
-        self._rank = PoolRank(scheduler, self._pool, self._config, self._ended)
+        self._rank = PoolRank.of(scheduler, self._pool, self._config, self._ended)
 
     def arrived(self, req: Any) -> None:
         """A request enters a queue."""
@@ -137,9 +137,9 @@ class PoolLinker(UnifiedCacheLinker):
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-        found = self._cache.tree_core.match_prefix(MatchPrefixParams(key=key))
-        self._cache._apply_cache_actions(found.cache_actions)
-        return int(found.device_prefix_len)
+        match = self._cache.tree_core.match_prefix(MatchPrefixParams(key=key))
+        self._cache._apply_cache_actions(match.cache_actions)
+        return int(match.device_prefix_len)
 
     @contextmanager
     def scheduling(self, scheduler: Any) -> Iterator[None]:

@@ -97,11 +97,12 @@ class HeldChunks:
                 if self.nbytes + nbytes > MOST_HELD_BYTES:
                     return None
                 buffer = self._free.pop() if self._free else ReadBuffer()
-                held = HeldChunk(chunk, nbytes, buffer)
+                held = HeldChunk(chunk, nbytes, buffer, users=1)
                 self._held[chunk.key] = held
                 self.nbytes += nbytes
                 self._threads.submit(self._read, held, facts)
-            held.users += 1
+            else:
+                held.users += 1
             return held
 
     def release(self, held: HeldChunk) -> None:
@@ -118,15 +119,23 @@ class HeldChunks:
     def _drop(self, held: HeldChunk) -> None:
         self.nbytes -= held.nbytes
         held.ready = None
-        if self._held.get(held.chunk.key) is held:
-            del self._held[held.chunk.key]
+        self._forget(held)
         if len(self._free) < _FREE_BUFFERS:
             self._free.append(held.buffer)
 
+    def _forget(self, held: HeldChunk) -> None:
+        """No other request gets it."""
+        if self._held.get(held.chunk.key) is held:
+            del self._held[held.chunk.key]
+
     def _read(self, held: HeldChunk, facts: ModelFacts) -> None:
         """Read a chunk, and bring it into the order of the rank's pages. A reading thread calls it."""
+        with self._lock:
+            needed = held.users > 0
+            if not needed:  # the next request reads it again
+                self._forget(held)
         try:
-            if held.users:
+            if needed:
                 held.ready = self._arranged(held, facts)
         except PoolError as error:
             held.problem = error.cause, str(error)
@@ -169,4 +178,3 @@ def arranged(
     """The payload of each piece; see `payloads`."""
     parts = [(part.geometry, part.need, part.data) for part in read.parts]
     return payloads(pieces, parts, memoryview(room))
-

@@ -70,9 +70,7 @@ def matches(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resu
     return original(wrapper, key, req, result)
 
 
-def offloads_node(
-    original: Callable[..., Any], wrapper: Any, node_id: Any, transfers: Any
-) -> Any:
+def offloads_node(original: Callable[..., Any], wrapper: Any, node_id: Any, transfers: Any) -> Any:
     """SGLang offloads a node of its cache."""
     linker = _linker(wrapper)
     if linker is None:

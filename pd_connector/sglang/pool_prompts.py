@@ -79,8 +79,8 @@ class PoolPrompt:
         model: `keys.model_root` of the weights that would use them; empty if they are not known.
         tokens: that may be loaded, from the prompt's beginning.
         first: number of the first chunk that is not in the radix cache.
-        found: chunks from `first` on that the pool has and that pay.
-        held: these, as far as there is room.
+        hits: chunks from `first` on that the pool has and that pay, as far as there is room.
+        held: these.
         looked: the look-up has ended.
         settled: chunks from the prompt's beginning that all ranks hold, or have in their caches; None: it waits.
         matched: tokens in the radix cache when SGLang looked last.
@@ -95,7 +95,7 @@ class PoolPrompt:
     began_s: float
     moved_s: float
     chunks: list[PromptChunk] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
+    hits: list[Found] = field(default_factory=list)
     held: list[HeldChunk] = field(default_factory=list)
     looked: bool = False
     over: bool = False
@@ -146,7 +146,13 @@ class PoolPrompts:
         return self._prompts.get(rid)
 
     def begin(
-        self, rid: str, tokens: "array[int]", salt: str, computed: int, model: bytes, facts: ModelFacts
+        self,
+        rid: str,
+        tokens: "array[int]",
+        salt: str,
+        computed: int,
+        model: bytes,
+        facts: ModelFacts,
     ) -> None:
         """A request has come: look its chunks up, and read them.
 
@@ -178,20 +184,20 @@ class PoolPrompts:
             now = time.monotonic()
             with self._lock:
                 self._answered(now - began_s, now)
-            found = self._usable(chunks, there)
+            hits = self._usable(chunks, there)
             with self._lock:
-                missing = [(each.tier, each.nbytes) for each in found[prompt.first :]]
-                pays = min(prompt.first, len(found)) + self.breakeven.chunks(missing, now)
-            if pays < len(found):
-                self._miss(len(found) - pays, Miss.NOT_WORTH)
+                missing = [(each.tier, each.nbytes) for each in hits[prompt.first :]]
+                pays = min(prompt.first, len(hits)) + self.breakeven.chunks(missing, now)
+            if pays < len(hits):
+                self._miss(len(hits) - pays, Miss.NOT_WORTH)
             prompt.chunks = chunks
             for number in range(prompt.first, pays):
-                held = self.held.hold(chunks[number], found[number].nbytes, prompt.facts)
+                held = self.held.hold(chunks[number], hits[number].nbytes, prompt.facts)
                 if held is None:
                     self._miss(pays - number, Miss.LATE)
                     break
                 with self._lock:
-                    prompt.found.append(found[number])
+                    prompt.hits.append(hits[number])
                     prompt.held.append(held)
                     over = prompt.over
                 if over:
@@ -211,17 +217,17 @@ class PoolPrompts:
 
     def _usable(self, chunks: Sequence[PromptChunk], there: Sequence[Found | None]) -> list[Found]:
         """The first chunks that are there, up to the first that cannot be used."""
-        found: list[Found] = []
+        hits: list[Found] = []
         for chunk, each in zip(chunks, there, strict=True):
             if each is None:
-                known = self._store.was_stored(chunk.key)
-                self._miss(len(chunks) - len(found), Miss.EVICTED if known else Miss.NEVER_STORED)
+                evicted = self._store.was_stored(chunk.key)
+                self._miss(len(chunks) - len(hits), Miss.EVICTED if evicted else Miss.NEVER_STORED)
                 break
             if not self._codecs.issuperset(map(part_codec, each.parts)):
-                self._miss(len(chunks) - len(found), Miss.CODEC)
+                self._miss(len(chunks) - len(hits), Miss.CODEC)
                 break
-            found.append(each)
-        return found
+            hits.append(each)
+        return hits
 
     def settle(
         self,
@@ -249,8 +255,9 @@ class PoolPrompts:
         if not prompt.looked:
             late = now >= prompt.began_s + LOOK_S or not self._answers.waited_for
             if late:
-                with self._lock:
-                    self._answers.late(now)
+                if now - prompt.began_s >= _SLOW_S:
+                    with self._lock:
+                        self._answers.late(now)
                 self._miss(1, Miss.LATE)
             return late
         done = 0
@@ -267,7 +274,7 @@ class PoolPrompts:
         if now < prompt.moved_s + STALL_S:
             return False
         with self._lock:
-            self.breakeven.silent(prompt.found[done].tier, now)
+            self.breakeven.silent(prompt.hits[done].tier, now)
         self._miss(1, Cause.STALLED)
         return True
 
@@ -292,10 +299,12 @@ class PoolPrompts:
         used = prompt.held[: chunks - prompt.first]
         with self._lock:
             spare, prompt.held = prompt.held[len(used) :], used
-            tiers = {found.tier for found in prompt.found[: len(used)]}
-            nbytes = sum(found.nbytes for found in prompt.found[: len(used)])
+            tiers = {hit.tier for hit in prompt.hits[: len(used)]}
+            nbytes = sum(hit.nbytes for hit in prompt.hits[: len(used)])
             if used and not spare and len(tiers) == 1:
-                self.breakeven.loaded(tiers.pop(), nbytes, max(1e-6, prompt.moved_s - prompt.began_s))
+                self.breakeven.loaded(
+                    tiers.pop(), nbytes, max(1e-6, prompt.moved_s - prompt.began_s)
+                )
         for held in spare:
             self.held.release(held)
 
