@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads chunks from the pool: threads read and verify them, and the agent's thread writes them into pages or compares them."""
 
+import contextlib
 import logging
 import queue
 import time
@@ -191,6 +192,9 @@ class ChunkLoads:
         self._fillings.append(filling)
         if fill.compares:
             filling.comparison = Comparison(fill.chunks[0].adapter, experts=self._experts)
+        else:
+            with contextlib.suppress(RevokedError), self._gate.touching(fill.request):
+                self._cache.clear(fill.pages, fill.first_token, fill.stop_token, fence)
         if fill.model != model_root(facts):
             filling.fail(numbers[0], Cause.MODEL, "the weights have changed")
         self._begin_reads(filling)

@@ -36,8 +36,7 @@ def pool_ask(request: "Request", tenants: Sequence[str], ignored: IgnoredParams)
         ValueError: the field cannot be followed.
     """
     params = request.kv_transfer_params
-    pool_field = params.get("pool") if isinstance(params, dict) else None
-    ask = read_ask(pool_field)
+    ask = read_ask(params.get("pool") if isinstance(params, dict) else None)
     if not ask.tenant or ask.tenant in tenants:
         return ask
     ignored.note(
