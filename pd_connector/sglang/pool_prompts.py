@@ -133,6 +133,8 @@ class PoolPrompts:
         self._answers = Answers()
         self._lock = threading.Lock()  # of what the look-up's thread changes
         self.breakeven = LoadBreakeven()
+        self.chunk_bytes = 0
+        """Bytes of a chunk of this model; 0: none was held yet."""
         self.progress = threading.Event()
         self.held = chunks(self.progress.set)
         self.audit: dict[bytes, PromptChunk] = {}
@@ -301,6 +303,8 @@ class PoolPrompts:
             spare, prompt.held = prompt.held[len(used) :], used
             tiers = {hit.tier for hit in prompt.hits[: len(used)]}
             nbytes = sum(hit.nbytes for hit in prompt.hits[: len(used)])
+            if used:
+                self.chunk_bytes = nbytes // len(used)
             if used and not spare and len(tiers) == 1:
                 self.breakeven.loaded(
                     tiers.pop(), nbytes, max(1e-6, prompt.moved_s - prompt.began_s)

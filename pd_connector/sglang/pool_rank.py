@@ -2,6 +2,7 @@
 """What a rank of SGLang needs to use the pool: its cache, its weights, the store, and what requests ask for."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from pd_connector.config import Config
 from pd_connector.kv.coding import RAW
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
-from pd_connector.pool.advertised import AdvertisedEngine
+from pd_connector.pool.advertised import ENGINE_VARIABLE, AdvertisedEngine
 from pd_connector.pool.ask import PoolAsk, read_ask
 from pd_connector.pool.codecs import pool_codecs
 from pd_connector.pool.host import open_pool
@@ -65,6 +66,7 @@ class RankCache(NamedTuple):
         ranks: of its engine.
         leads: whether it counts for its engine.
         experts: the model is a mixture of experts.
+        advertised_as: the engine's id as its API server knows it; empty: `engine_id`.
     """
 
     caches: tuple[PagedCache, PagedCache]
@@ -72,6 +74,7 @@ class RankCache(NamedTuple):
     ranks: int
     leads: bool = True
     experts: bool = False
+    advertised_as: str = ""
 
 
 class PoolRank:
@@ -112,6 +115,7 @@ class PoolRank:
         self.facts = facts
         self._root: tuple[ModelFacts | None, bytes] = (None, b"")
         self._advertised = b""
+        self._advertised_as = rank.advertised_as or rank.engine_id
         trust = WriterTrust(self._engine_id, audits=config.audit != "off")
         self.thread = PoolThread(
             saves,
@@ -170,6 +174,7 @@ class PoolRank:
             len(ranks.shards),
             leads=parallel.attn_tp_rank == 0,
             experts=any(getattr(text, name, 0) for name in _EXPERTS),
+            advertised_as=_advertised_as(parallel),
         )
         loaded, files = loaded_weights(scheduler), loaded_files(scheduler)
         facts = model_facts(scheduler, config, shard, loaded, files)
@@ -232,12 +237,15 @@ class PoolRank:
 
     def advertise(self) -> None:
         """Let the engine's API server know what a router wants to know, if it has changed."""
+        if not self._leads:
+            return
         about = AdvertisedEngine(
-            engine=self._engine_id,
+            engine=self._advertised_as,
             model=self.model.hex(),
+            chunk_bytes=self.prompts.chunk_bytes,
             bytes_per_s=self.prompts.breakeven.bytes_per_s(),
         ).encode()
-        if self._leads and about != self._advertised:
+        if about != self._advertised:
             self._advertised = about
             self._store.advertise(about)
 
@@ -277,3 +285,10 @@ class PoolRank:
         self.watch.close()
         if self._metrics is not None:
             self._metrics.close()
+
+
+def _advertised_as(parallel: Any) -> str:
+    """The id by which the engine's API server finds this replica."""
+    engine = os.environ.get(ENGINE_VARIABLE, "")
+    replicas = max(parallel.dp_size, 1)
+    return f"{engine}_dp{parallel.dp_rank or 0}" if engine and replicas > 1 else engine

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import threading
 import time
 from array import array
@@ -38,6 +40,7 @@ from pd_connector.config import CONFIG_VARIABLE, Config
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.advertised import ENGINE_VARIABLE
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
@@ -47,6 +50,7 @@ from pd_connector.sglang.pool import PoolLinker
 from pd_connector.sglang.pool_rank import PoolRank, RankCache
 from pd_connector.sglang.pool_settings import OPTIONS, check_arguments
 from pd_connector.sglang.settings import load_config
+from scheduler_plugins.sglang.plugin import report_pool
 
 LAYERS, HEADS, DIM, SLOTS = 3, 4, 8, 2048
 FACTS = ModelFacts(b"config", b"weights")
@@ -650,9 +654,24 @@ def test_the_config_key_sets_sglangs_arguments(monkeypatch: pytest.MonkeyPatch) 
         args = ServerArgs(model_path="dummy")
         pool_hooks.resolved(lambda server_args: None, args)
         view = resolved_view(args)
+        assert (ENGINE_VARIABLE in os.environ) == used
+        monkeypatch.delenv(ENGINE_VARIABLE, raising=False)
         assert view.enable_unified_cache_external_linker == used
         if used:
             assert {name: getattr(view, name) for name in OPTIONS} == OPTIONS
+
+
+def test_the_http_server_reports_the_pool_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[Any] = []
+    app = SimpleNamespace(add_middleware=lambda kind, **options: added.append(options))
+    server = SimpleNamespace(app=app)
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", server)
+    monkeypatch.delenv(ENGINE_VARIABLE, raising=False)
+    report_pool()
+    assert added == []
+    monkeypatch.setenv(ENGINE_VARIABLE, "sglang-1")
+    report_pool()
+    assert added == [{"engine": "sglang-1"}]
 
 
 @pytest.mark.parametrize(
