@@ -119,6 +119,12 @@ class PoolLinker(UnifiedCacheLinker):
 
     def arrived(self, req: Any) -> None:
         """A request enters a queue."""
+        try:
+            self._arrived(req)
+        except Exception:  # the same on all ranks; SGLang would end the engine
+            logger.exception("request %s: the pool is not used for it", req.rid)
+
+    def _arrived(self, req: Any) -> None:
         rank = self._rank
         if rank is None or not rank.reads(req):
             return
@@ -203,11 +209,14 @@ class PoolLinker(UnifiedCacheLinker):
     def offloading(self, wrapper: Any, node_id: Any, transfers: Sequence[Any]) -> Iterator[None]:
         """Within, SGLang offloads one node of its cache."""
         req = self._inserting
-        if req is not None and self._rank is not None and transfers:
-            core = wrapper.cache.tree_core
-            root = wrapper.cache.root_node_handle(req.extra_key)
-            slots = core.collect_full_device_indices(node_id, root)
-            self._node = len(slots) - len(transfers[0].device_indices), slots
+        try:
+            if req is not None and self._rank is not None and transfers:
+                core = wrapper.cache.tree_core
+                root = wrapper.cache.root_node_handle(req.extra_key)
+                slots = core.collect_full_device_indices(node_id, root)
+                self._node = len(slots) - len(transfers[0].device_indices), slots
+        except Exception:
+            logger.exception("request %s: its chunks are not saved", req.rid)
         try:
             yield
         finally:
@@ -344,10 +353,13 @@ class PoolLinker(UnifiedCacheLinker):
         if self._rank is None or self._node is None:
             offload.stored = False
             return True
-        jobs = self._new_jobs(offload, *self._node)
-        fence = self._fence()
-        for job in jobs:
-            self._rank.thread.execute(job, fence)
+        try:
+            fence = self._fence()
+            for job in self._new_jobs(offload, *self._node):
+                self._rank.thread.execute(job, fence)
+        except Exception:
+            logger.exception("chunks are not saved")
+            offload.stored = False
         return True
 
     def _new_jobs(self, offload: _Offload, before: int, slots: torch.Tensor) -> list[Save | Fill]:

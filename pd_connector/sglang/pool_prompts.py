@@ -246,11 +246,19 @@ class PoolPrompts:
         if not waiting:
             return set()
         now = time.monotonic()
-        own = [(int(self._ready(prompt, now)), self._usable_chunks(prompt)) for prompt in waiting]
+        own = [self._own(prompt, now) for prompt in waiting]
         for prompt, (ready, chunks) in zip(waiting, agree(own), strict=True):
             if ready:
                 self._settle(prompt, chunks, now)
         return {prompt.rid for prompt in waiting if prompt.settled is None}
+
+    def _own(self, prompt: PoolPrompt, now: float) -> tuple[int, int]:
+        """What this rank says of a prompt. It says something in any case: the other ranks wait for it."""
+        try:
+            return int(self._ready(prompt, now)), self._usable_chunks(prompt)
+        except Exception:
+            logger.exception("request %s: its prompt is computed", prompt.rid)
+            return 1, prompt.first
 
     def _ready(self, prompt: PoolPrompt, now: float) -> bool:
         """Whether this rank expects no more chunks of a prompt."""

@@ -222,7 +222,10 @@ class PoolRank:
         self.watch.step()
         if self.watch.changes != self._changes:
             self.forget()
-        self.advertise()
+        try:
+            self._advertise()
+        except Exception:  # routers do without it
+            logger.exception("pool: this engine cannot tell its API server what it is")
 
     def forget(self) -> None:
         """The weights have changed, or will."""
@@ -235,7 +238,7 @@ class PoolRank:
         if self._leads:
             self.telemetry.count("pool_hits", chunks)
 
-    def advertise(self) -> None:
+    def _advertise(self) -> None:
         """Let the engine's API server know what a router wants to know, if it has changed."""
         if not self._leads:
             return

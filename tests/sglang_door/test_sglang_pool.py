@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
@@ -103,20 +103,28 @@ class Engine:
         tree: str = "rust",
         agree: Callable[[list[tuple[int, int]]], list[tuple[int, int]]] | None = None,
         error: float = 0.0,
+        latent: bool = False,
     ) -> None:
         self.page_size, self.error = page_size, error
         heads = HEADS // rank[1]
         self.heads = slice(rank[0] * heads, (rank[0] + 1) * heads)
-        self.pool = MHATokenToKVPool(
+        self.latent = latent
+        kind = MLATokenToKVPool if latent else MHATokenToKVPool
+        dims: dict[str, int] = {"head_num": heads, "head_dim": DIM}
+        if latent:
+            self.heads, dims = slice(0, 1), {"kv_lora_rank": DIM - 2, "qk_rope_head_dim": 2}
+        self.pool = kind(
             size=SLOTS,
             page_size=page_size,
             dtype=torch.float32,
-            head_num=heads,
-            head_dim=DIM,
             layer_num=LAYERS,
             device="cpu",
             enable_memory_saver=False,
             start_layer=0,
+            **dims,
+        )
+        self.buffers = (
+            (self.pool.kv_buffer,) if latent else (self.pool.k_buffer, self.pool.v_buffer)
         )
         plain = page_size == 1
         made = TokenToKVPoolAllocator if plain else PagedTokenToKVPoolAllocator
@@ -219,8 +227,8 @@ class Engine:
         kv = kv_of(tokens, self.error)
         for layer in range(LAYERS):
             new = slots[len(prefix) :]
-            self.pool.k_buffer[layer][new] = kv[len(prefix) :, layer, 0, self.heads]
-            self.pool.v_buffer[layer][new] = kv[len(prefix) :, layer, 1, self.heads]
+            for part, buffer in enumerate(self.buffers):
+                buffer[layer][new] = kv[len(prefix) :, layer, part, self.heads]
         key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         whole = len(tokens) // self.page_size * self.page_size
         with self.linker.inserting(req):
@@ -251,8 +259,8 @@ class Engine:
     def check(self, tokens: Sequence[int], slots: torch.Tensor) -> None:
         expected = kv_of(tokens[: len(slots)]) if len(slots) else None
         for layer in range(LAYERS if len(slots) else 0):
-            assert torch.equal(self.pool.k_buffer[layer][slots], expected[:, layer, 0, self.heads])
-            assert torch.equal(self.pool.v_buffer[layer][slots], expected[:, layer, 1, self.heads])
+            for part, buffer in enumerate(self.buffers):
+                assert torch.equal(buffer[layer][slots], expected[:, layer, part, self.heads])
 
     def flush(self) -> None:
         self.tree.reset()
@@ -320,6 +328,20 @@ def test_what_one_engine_computed_another_loads(
     assert writer.ask(prompt(700)) == 0
     until(lambda: stored(store) == 5)
     assert reader.ask(prompt(700)) == 640
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_latents_are_loaded_by_ranks_that_each_hold_all_of_them(
+    make: Make, store: LocalStore, ranks: int
+) -> None:
+    """MLA: a chunk has one part of the layers for each rank of its writer."""
+    writers = [
+        make(rank=(n, ranks), engine_id="w", latent=True, page_size=64) for n in range(ranks)
+    ]
+    for writer in writers:
+        writer.compute(writer.request(prompt(400)))
+    until(lambda: stored(store) == 3)
+    assert make(latent=True, page_size=1).ask(prompt(400)) == 384
 
 
 def test_a_flushed_engine_loads_what_it_has_saved(make: Make, store: LocalStore) -> None:
