@@ -72,7 +72,6 @@ class _Load(NamedTuple):
 
     copies: list[_Copy]
     held: list[HeldChunk]
-    nbytes: int
 
 
 class PoolLinker(UnifiedCacheLinker):
@@ -294,7 +293,7 @@ class PoolLinker(UnifiedCacheLinker):
             copies += [_Copy(*both) for both in zip(pieces, payloads, strict=True)]
         if len(held) != last - first // CHUNK_TOKENS:
             return None
-        return _Load(copies, held, sum(each.nbytes for each in held))
+        return _Load(copies, held)
 
     def start_layer_wise_loading(self) -> int:
         if not self._queued:
@@ -323,7 +322,7 @@ class PoolLinker(UnifiedCacheLinker):
                     done += 1
             for layer in range(done, counter.num_layers):
                 counter.complete(index, layer)
-            rank.loaded(sum(len(load.held) for load in loads), sum(load.nbytes for load in loads))
+            rank.loaded([held.hit for load in loads for held in load.held])
         except BaseException as error:
             logger.exception("pool: chunks could not be copied into pages")
             counter.fail(index, error)

@@ -194,7 +194,7 @@ class PoolPrompts:
                 self._miss(len(hits) - pays, Miss.NOT_WORTH)
             prompt.chunks = chunks
             for number in range(prompt.first, pays):
-                held = self.held.hold(chunks[number], hits[number].nbytes, prompt.facts)
+                held = self.held.hold(chunks[number], hits[number], prompt.facts)
                 if held is None:
                     self._miss(pays - number, Miss.LATE)
                     break

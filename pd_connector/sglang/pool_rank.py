@@ -4,7 +4,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from pd_connector.pool.keys import CHUNK_TOKENS, model_root
 from pd_connector.pool.loader import Loader
 from pd_connector.pool.record import Writer
 from pd_connector.pool.settings import PoolSettings
-from pd_connector.pool.store.base import Store
+from pd_connector.pool.store.base import FAR, Found, Store
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
@@ -232,11 +232,12 @@ class PoolRank:
         self._changes = self.watch.changes
         self.prompts.forget()
 
-    def loaded(self, chunks: int, nbytes: int) -> None:
+    def loaded(self, hits: Sequence[Found]) -> None:
         """Chunks were copied into pages."""
-        self.telemetry.count("pool_loaded_bytes", nbytes)
+        self.telemetry.count("pool_loaded_bytes", sum(hit.nbytes for hit in hits))
         if self._leads:
-            self.telemetry.count("pool_hits", chunks)
+            self.telemetry.count("pool_hits", len(hits))
+            self.telemetry.count("pool_far_hits", sum(hit.tier == FAR for hit in hits))
 
     def _advertise(self) -> None:
         """Let the engine's API server know what a router wants to know, if it has changed."""
