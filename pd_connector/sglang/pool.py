@@ -233,12 +233,14 @@ class PoolLinker(UnifiedCacheLinker):
         if prompt is None or not self._usable(prompt):
             return []
         most = min(prompt.matched + len(transfers[0].keys) * self._page_size, len(prompt.tokens))
-        stops = range(prompt.first + 1, (prompt.settled or 0) + 1)
-        return [
-            (stop * CHUNK_TOKENS - prompt.matched) // self._page_size
-            for stop in stops
-            if prompt.matched < stop * CHUNK_TOKENS <= most
-        ]
+        held = {each.chunk.number for each in prompt.held}
+        lengths, number = [], prompt.matched // CHUNK_TOKENS
+        while number in held and number < (prompt.settled or 0):
+            number += 1
+            if number * CHUNK_TOKENS > most:
+                break
+            lengths.append((number * CHUNK_TOKENS - prompt.matched) // self._page_size)
+        return lengths
 
     def _usable(self, prompt: PoolPrompt) -> bool:
         """Whether chunks of this prompt can be loaded behind what is in the cache."""
@@ -279,7 +281,10 @@ class PoolLinker(UnifiedCacheLinker):
             return None
         pages = (slots[:: self._page_size] // self._page_size).tolist()
         tables = [[-1] * (first // self._page_size) + pages]
-        held = prompt.held[first // CHUNK_TOKENS - prompt.first : last - prompt.first]
+        numbers = range(first // CHUNK_TOKENS, last)
+        held = [each for each in prompt.held if each.chunk.number in numbers]
+        if [each.chunk.number for each in held] != list(numbers):
+            return None  # SGLang has loaded some of them before
         copies: list[_Copy] = []
         own = self._rank.loads.geometry
         for each in held:
@@ -291,8 +296,6 @@ class PoolLinker(UnifiedCacheLinker):
             if first > number * CHUNK_TOKENS:  # the cache has the chunk's first pages
                 payloads = arranged(ready.read, pieces, bytearray(gathered_bytes(pieces)))
             copies += [_Copy(*both) for both in zip(pieces, payloads, strict=True)]
-        if len(held) != last - first // CHUNK_TOKENS:
-            return None
         return _Load(copies, held)
 
     def start_layer_wise_loading(self) -> int:

@@ -451,6 +451,24 @@ def test_files_that_go_after_they_were_read_are_loaded_all_the_same(
     assert make().ask(prompt(700)) == 0
 
 
+def test_chunks_that_were_loaded_are_not_taken_for_others(make: Make, store: LocalStore) -> None:
+    """SGLang loads a part of what was named, does not admit the request, and asks again."""
+    writer, reader = make(), make()
+    writer.ask(prompt(700))
+    until(lambda: stored(store) == 5)
+    req = reader.request(prompt(700))
+    reader.arrive(req)
+    reader.wait(req)
+    reader.match(req)
+    slots = reader.allocator.alloc(256)
+    assert reader.linker.load(req.rid, [SimpleNamespace(device_indices=slots)])
+    assert reader.linker.cancel_queued_load(req.rid)
+    assert reader.match(req).host_hit_length == 0
+    assert not reader.linker.load(req.rid, [SimpleNamespace(device_indices=slots)])
+    more = reader.allocator.alloc(384)
+    assert not reader.linker.load(req.rid, [SimpleNamespace(device_indices=more)])
+
+
 def test_no_length_is_named_before_its_chunks_are_verified(
     make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
