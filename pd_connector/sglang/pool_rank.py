@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pd_connector.agent.commands import ChangeModel, Command, KnowWeights
 from pd_connector.agent.pending_outcomes import Outcome
+from pd_connector.agent.pool_side import accelerator
 from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.kv.coding import RAW
@@ -117,13 +118,14 @@ class PoolRank:
         self._advertised = b""
         self._advertised_as = rank.advertised_as or rank.engine_id
         trust = WriterTrust(self._engine_id, audits=config.audit != "off")
+        kind = f"sglang {version('sglang')} on {accelerator(saves.device)}"
         self.thread = PoolThread(
             saves,
             self.telemetry,
             facts,
             store,
             trust,
-            Writer(f"sglang {version('sglang')}", self._engine_id, codecs.passed),
+            Writer(kind, self._engine_id, codecs.passed),
             codecs,
             rank.ranks,
             ended,
