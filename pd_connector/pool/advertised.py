@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+ENGINE_VARIABLE = "_PD_CONNECTOR_POOL_ENGINE"
+"""The variable by which the processes of an SGLang engine agree on its id in the pool. The engine's launcher sets it."""
+
 
 class AdvertisedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, as its scheduler advertises it."""

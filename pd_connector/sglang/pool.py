@@ -72,7 +72,6 @@ class _Load(NamedTuple):
 
     copies: list[_Copy]
     held: list[HeldChunk]
-    nbytes: int
 
 
 class PoolLinker(UnifiedCacheLinker):
@@ -115,10 +114,16 @@ class PoolLinker(UnifiedCacheLinker):
             PDConnectorError: the engine is set up for what the pool cannot keep; it does not start then.
         """
         self._cache = scheduler.tree_cache
-        self._rank = PoolRank(scheduler, self._pool, self._config, self._ended)
+        self._rank = PoolRank.of(scheduler, self._pool, self._config, self._ended)
 
     def arrived(self, req: Any) -> None:
         """A request enters a queue."""
+        try:
+            self._arrived(req)
+        except Exception:  # the same on all ranks; SGLang would end the engine
+            logger.exception("request %s: the pool is not used for it", req.rid)
+
+    def _arrived(self, req: Any) -> None:
         rank = self._rank
         if rank is None or not rank.reads(req):
             return
@@ -203,11 +208,14 @@ class PoolLinker(UnifiedCacheLinker):
     def offloading(self, wrapper: Any, node_id: Any, transfers: Sequence[Any]) -> Iterator[None]:
         """Within, SGLang offloads one node of its cache."""
         req = self._inserting
-        if req is not None and self._rank is not None and transfers:
-            core = wrapper.cache.tree_core
-            root = wrapper.cache.root_node_handle(req.extra_key)
-            slots = core.collect_full_device_indices(node_id, root)
-            self._node = len(slots) - len(transfers[0].device_indices), slots
+        try:
+            if req is not None and self._rank is not None and transfers:
+                core = wrapper.cache.tree_core
+                root = wrapper.cache.root_node_handle(req.extra_key)
+                slots = core.collect_full_device_indices(node_id, root)
+                self._node = len(slots) - len(transfers[0].device_indices), slots
+        except Exception:
+            logger.exception("request %s: its chunks are not saved", req.rid)
         try:
             yield
         finally:
@@ -225,12 +233,14 @@ class PoolLinker(UnifiedCacheLinker):
         if prompt is None or not self._usable(prompt):
             return []
         most = min(prompt.matched + len(transfers[0].keys) * self._page_size, len(prompt.tokens))
-        stops = range(prompt.first + 1, (prompt.settled or 0) + 1)
-        return [
-            (stop * CHUNK_TOKENS - prompt.matched) // self._page_size
-            for stop in stops
-            if prompt.matched < stop * CHUNK_TOKENS <= most
-        ]
+        held = {each.chunk.number for each in prompt.held}
+        lengths, number = [], prompt.matched // CHUNK_TOKENS
+        while number in held and number < (prompt.settled or 0):
+            number += 1
+            if number * CHUNK_TOKENS > most:
+                break
+            lengths.append((number * CHUNK_TOKENS - prompt.matched) // self._page_size)
+        return lengths
 
     def _usable(self, prompt: PoolPrompt) -> bool:
         """Whether chunks of this prompt can be loaded behind what is in the cache."""
@@ -271,7 +281,10 @@ class PoolLinker(UnifiedCacheLinker):
             return None
         pages = (slots[:: self._page_size] // self._page_size).tolist()
         tables = [[-1] * (first // self._page_size) + pages]
-        held = prompt.held[first // CHUNK_TOKENS - prompt.first : last - prompt.first]
+        numbers = range(first // CHUNK_TOKENS, last)
+        held = [each for each in prompt.held if each.chunk.number in numbers]
+        if [each.chunk.number for each in held] != list(numbers):
+            return None  # SGLang has loaded some of them before
         copies: list[_Copy] = []
         own = self._rank.loads.geometry
         for each in held:
@@ -283,9 +296,7 @@ class PoolLinker(UnifiedCacheLinker):
             if first > number * CHUNK_TOKENS:  # the cache has the chunk's first pages
                 payloads = arranged(ready.read, pieces, bytearray(gathered_bytes(pieces)))
             copies += [_Copy(*both) for both in zip(pieces, payloads, strict=True)]
-        if len(held) != last - first // CHUNK_TOKENS:
-            return None
-        return _Load(copies, held, sum(each.nbytes for each in held))
+        return _Load(copies, held)
 
     def start_layer_wise_loading(self) -> int:
         if not self._queued:
@@ -314,7 +325,7 @@ class PoolLinker(UnifiedCacheLinker):
                     done += 1
             for layer in range(done, counter.num_layers):
                 counter.complete(index, layer)
-            rank.loaded(sum(len(load.held) for load in loads), sum(load.nbytes for load in loads))
+            rank.loaded([held.hit for load in loads for held in load.held])
         except BaseException as error:
             logger.exception("pool: chunks could not be copied into pages")
             counter.fail(index, error)
@@ -344,10 +355,13 @@ class PoolLinker(UnifiedCacheLinker):
         if self._rank is None or self._node is None:
             offload.stored = False
             return True
-        jobs = self._new_jobs(offload, *self._node)
-        fence = self._fence()
-        for job in jobs:
-            self._rank.thread.execute(job, fence)
+        try:
+            fence = self._fence()
+            for job in self._new_jobs(offload, *self._node):
+                self._rank.thread.execute(job, fence)
+        except Exception:
+            logger.exception("chunks are not saved")
+            offload.stored = False
         return True
 
     def _new_jobs(self, offload: _Offload, before: int, slots: torch.Tensor) -> list[Save | Fill]:

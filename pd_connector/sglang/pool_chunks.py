@@ -19,6 +19,7 @@ from pd_connector.pool.copy_plan import LoadPiece, plan_load
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.loader import Loader, ReadBuffer, ReadChunk
+from pd_connector.pool.store.base import Found
 from pd_connector.pool.stored import gathered_bytes, payloads
 
 logger = logging.getLogger("pd_connector.sglang")
@@ -48,7 +49,7 @@ class HeldChunk:
     """A chunk that is read, or was read.
 
     Attributes:
-        nbytes: that are reserved for it.
+        hit: where it was when its request came.
         users: requests that hold it.
         ready: the chunk; None while it is read, and if it cannot be used.
         problem: why it cannot be used.
@@ -56,7 +57,7 @@ class HeldChunk:
     """
 
     chunk: PromptChunk
-    nbytes: int
+    hit: Found
     buffer: ReadBuffer
     users: int = 0
     ready: Ready | None = None
@@ -84,24 +85,25 @@ class HeldChunks:
         # A request waits for these threads: they have the agent's priority.
         self._threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
 
-    def hold(self, chunk: PromptChunk, nbytes: int, facts: ModelFacts) -> HeldChunk | None:
+    def hold(self, chunk: PromptChunk, hit: Found, facts: ModelFacts) -> HeldChunk | None:
         """Hold a chunk, and read it unless it was read for another request. None: there is no room.
 
         Args:
-            nbytes: of all its parts.
+            hit: where it is.
             facts: the model that will use it.
         """
         with self._lock:
             held = self._held.get(chunk.key)
             if held is None or held.problem is not None or held.chunk != chunk:
-                if self.nbytes + nbytes > MOST_HELD_BYTES:
+                if self.nbytes + hit.nbytes > MOST_HELD_BYTES:
                     return None
                 buffer = self._free.pop() if self._free else ReadBuffer()
-                held = HeldChunk(chunk, nbytes, buffer)
+                held = HeldChunk(chunk, hit, buffer, users=1)
                 self._held[chunk.key] = held
-                self.nbytes += nbytes
+                self.nbytes += hit.nbytes
                 self._threads.submit(self._read, held, facts)
-            held.users += 1
+            else:
+                held.users += 1
             return held
 
     def release(self, held: HeldChunk) -> None:
@@ -116,17 +118,25 @@ class HeldChunks:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _drop(self, held: HeldChunk) -> None:
-        self.nbytes -= held.nbytes
+        self.nbytes -= held.hit.nbytes
         held.ready = None
-        if self._held.get(held.chunk.key) is held:
-            del self._held[held.chunk.key]
+        self._forget(held)
         if len(self._free) < _FREE_BUFFERS:
             self._free.append(held.buffer)
 
+    def _forget(self, held: HeldChunk) -> None:
+        """No other request gets it."""
+        if self._held.get(held.chunk.key) is held:
+            del self._held[held.chunk.key]
+
     def _read(self, held: HeldChunk, facts: ModelFacts) -> None:
         """Read a chunk, and bring it into the order of the rank's pages. A reading thread calls it."""
+        with self._lock:
+            needed = held.users > 0
+            if not needed:  # the next request reads it again
+                self._forget(held)
         try:
-            if held.users:
+            if needed:
                 held.ready = self._arranged(held, facts)
         except PoolError as error:
             held.problem = error.cause, str(error)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's functions around which the pool's linker works (`pool.py`). Without a pool they only call SGLang's."""
 
+import os
+import uuid
 from collections.abc import Callable
 from typing import Any
 
+from pd_connector.pool.advertised import ENGINE_VARIABLE
 from pd_connector.sglang.pool_settings import OPTIONS, check_arguments, uses_pool
 
 
@@ -24,6 +27,8 @@ def resolved(original: Callable[..., Any], server_args: Any, *args: Any, **optio
 
         check_arguments(server_args)
         declare_resolution(server_args, "pd_connector", **OPTIONS)
+        # Processes that this one starts inherit it.
+        os.environ[ENGINE_VARIABLE] = f"sglang-{uuid.uuid4().hex[:12]}"
     return original(server_args, *args, **options)
 
 

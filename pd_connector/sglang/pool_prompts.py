@@ -79,8 +79,8 @@ class PoolPrompt:
         model: `keys.model_root` of the weights that would use them; empty if they are not known.
         tokens: that may be loaded, from the prompt's beginning.
         first: number of the first chunk that is not in the radix cache.
-        found: chunks from `first` on that the pool has and that pay.
-        held: these, as far as there is room.
+        hits: chunks from `first` on that the pool has and that pay, as far as there is room.
+        held: these.
         looked: the look-up has ended.
         settled: chunks from the prompt's beginning that all ranks hold, or have in their caches; None: it waits.
         matched: tokens in the radix cache when SGLang looked last.
@@ -133,6 +133,8 @@ class PoolPrompts:
         self._answers = Answers()
         self._lock = threading.Lock()  # of what the look-up's thread changes
         self.breakeven = LoadBreakeven()
+        self.chunk_bytes = 0
+        """Bytes of a chunk of this model; 0: none was held yet."""
         self.progress = threading.Event()
         self.held = chunks(self.progress.set)
         self.audit: dict[bytes, PromptChunk] = {}
@@ -192,7 +194,7 @@ class PoolPrompts:
                 self._miss(len(hits) - pays, Miss.NOT_WORTH)
             prompt.chunks = chunks
             for number in range(prompt.first, pays):
-                held = self.held.hold(chunks[number], hits[number].nbytes, prompt.facts)
+                held = self.held.hold(chunks[number], hits[number], prompt.facts)
                 if held is None:
                     self._miss(pays - number, Miss.LATE)
                     break
@@ -220,10 +222,8 @@ class PoolPrompts:
         hits: list[Found] = []
         for chunk, each in zip(chunks, there, strict=True):
             if each is None:
-                was_stored = self._store.was_stored(chunk.key)
-                self._miss(
-                    len(chunks) - len(hits), Miss.EVICTED if was_stored else Miss.NEVER_STORED
-                )
+                evicted = self._store.was_stored(chunk.key)
+                self._miss(len(chunks) - len(hits), Miss.EVICTED if evicted else Miss.NEVER_STORED)
                 break
             if not self._codecs.issuperset(map(part_codec, each.parts)):
                 self._miss(len(chunks) - len(hits), Miss.CODEC)
@@ -246,19 +246,28 @@ class PoolPrompts:
         if not waiting:
             return set()
         now = time.monotonic()
-        own = [(int(self._ready(prompt, now)), self._usable_chunks(prompt)) for prompt in waiting]
+        own = [self._own(prompt, now) for prompt in waiting]
         for prompt, (ready, chunks) in zip(waiting, agree(own), strict=True):
             if ready:
                 self._settle(prompt, chunks, now)
         return {prompt.rid for prompt in waiting if prompt.settled is None}
+
+    def _own(self, prompt: PoolPrompt, now: float) -> tuple[int, int]:
+        """What this rank says of a prompt. It says something in any case: the other ranks wait for it."""
+        try:
+            return int(self._ready(prompt, now)), self._usable_chunks(prompt)
+        except Exception:
+            logger.exception("request %s: its prompt is computed", prompt.rid)
+            return 1, prompt.first
 
     def _ready(self, prompt: PoolPrompt, now: float) -> bool:
         """Whether this rank expects no more chunks of a prompt."""
         if not prompt.looked:
             late = now >= prompt.began_s + LOOK_S or not self._answers.waited_for
             if late:
-                with self._lock:
-                    self._answers.late(now)
+                if now - prompt.began_s >= _SLOW_S:
+                    with self._lock:
+                        self._answers.late(now)
                 self._miss(1, Miss.LATE)
             return late
         done = 0
@@ -302,6 +311,8 @@ class PoolPrompts:
             spare, prompt.held = prompt.held[len(used) :], used
             tiers = {hit.tier for hit in prompt.hits[: len(used)]}
             nbytes = sum(hit.nbytes for hit in prompt.hits[: len(used)])
+            if used:
+                self.chunk_bytes = nbytes // len(used)
             if used and not spare and len(tiers) == 1:
                 self.breakeven.loaded(
                     tiers.pop(), nbytes, max(1e-6, prompt.moved_s - prompt.began_s)

@@ -2,23 +2,29 @@
 """What a rank of SGLang needs to use the pool: its cache, its weights, the store, and what requests ask for."""
 
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_connector.agent.commands import ChangeModel, Command, KnowWeights
 from pd_connector.agent.pending_outcomes import Outcome
+from pd_connector.agent.pool_side import accelerator
 from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.kv.coding import RAW
-from pd_connector.pool.advertised import AdvertisedEngine
+from pd_connector.kv.model import ModelFacts
+from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.pool.advertised import ENGINE_VARIABLE, AdvertisedEngine
 from pd_connector.pool.ask import PoolAsk, read_ask
 from pd_connector.pool.codecs import pool_codecs
 from pd_connector.pool.host import open_pool
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
 from pd_connector.pool.loader import Loader
 from pd_connector.pool.record import Writer
+from pd_connector.pool.settings import PoolSettings
+from pd_connector.pool.store.base import FAR, Found, Store
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
@@ -52,6 +58,26 @@ _BESIDE_TOKENS = (
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+class RankCache(NamedTuple):
+    """A rank's part of its engine.
+
+    Attributes:
+        caches: the rank's pages, twice: for the thread that copies chunks into them, and for the one that copies out of them.
+        engine_id: of its engine.
+        ranks: of its engine.
+        leads: whether it counts for its engine.
+        experts: the model is a mixture of experts.
+        advertised_as: the engine's id as its API server knows it; empty: `engine_id`.
+    """
+
+    caches: tuple[PagedCache, PagedCache]
+    engine_id: str
+    ranks: int
+    leads: bool = True
+    experts: bool = False
+    advertised_as: str = ""
+
+
 class PoolRank:
     """Used by the scheduler's thread.
 
@@ -60,60 +86,54 @@ class PoolRank:
         prompts: that wait for chunks.
         thread: copies chunks out of pages.
         facts: the model, as far as it is known.
+        watch: watches the weights.
 
     Args:
-        scheduler: SGLang's.
-        pool: SGLang's pool of KV.
+        facts: the model when the engine starts.
+        watch: makes what watches the weights, which is given what to tell changes to.
         ended: told of the end of each save and comparison.
-
-    Raises:
-        PDConnectorError: the engine is set up for what the pool cannot keep.
+        metrics: makes what shows these counts; None for none.
     """
 
     def __init__(
-        self, scheduler: Any, pool: Any, config: Config, ended: Callable[[Outcome], None]
+        self,
+        rank: RankCache,
+        config: Config,
+        store: Store,
+        settings: PoolSettings,
+        facts: ModelFacts,
+        watch: Callable[[Callable[[Command], None]], SGLangWeights],
+        ended: Callable[[Outcome], None],
+        metrics: Callable[[Telemetry], Metrics] | None = None,
     ) -> None:
-        from sglang.srt.runtime_context import get_parallel
-
-        parallel = get_parallel()
-        check_model(scheduler, parallel)
-        opened = open_pool(config.pool)
-        assert opened is not None
-        self._store, self._settings = opened
-        shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
-        caches = [
-            describe_cache(pool, kv_heads(scheduler), shard, scales=kv_scales(scheduler))
-            for _ in range(2)  # one for each thread that touches pages
-        ]
-        self.loads, saves = caches
+        self._store, self._settings = store, settings
+        self._engine_id, self._leads = rank.engine_id, rank.leads
+        self.loads, saves = rank.caches
         codecs = pool_codecs(config, consumes=False)
         if self.loads.on_host and any(codec != RAW.name for codec in codecs.readable):
             COMPILER.begin()
-        ranks = EngineRanks(parallel, shard)
-        self._engine_id = ranks.engine_id
-        self._leads = parallel.attn_tp_rank == 0
         self.telemetry = Telemetry()
-        loaded, files = loaded_weights(scheduler), loaded_files(scheduler)
-        self.facts = model_facts(scheduler, config, shard, loaded, files)
-        self._root: tuple[Any, bytes] = (None, b"")
+        self.facts = facts
+        self._root: tuple[ModelFacts | None, bytes] = (None, b"")
         self._advertised = b""
+        self._advertised_as = rank.advertised_as or rank.engine_id
         trust = WriterTrust(self._engine_id, audits=config.audit != "off")
-        text = scheduler.model_config.hf_text_config
+        kind = f"sglang {version('sglang')} on {accelerator(saves.device)}"
         self.thread = PoolThread(
             saves,
             self.telemetry,
-            self.facts,
-            self._store,
+            facts,
+            store,
             trust,
-            Writer(f"sglang {version('sglang')}", self._engine_id, codecs.passed),
+            Writer(kind, self._engine_id, codecs.passed),
             codecs,
-            len(ranks.shards),
+            rank.ranks,
             ended,
-            experts=any(getattr(text, name, 0) for name in _EXPERTS),
+            experts=rank.experts,
         )
-        loader = Loader(self._store, self.loads.geometry, codecs.readable)
+        loader = Loader(store, self.loads.geometry, codecs.readable)
         self.prompts = PoolPrompts(
-            self._store,
+            store,
             lambda progressed: HeldChunks(loader, self.loads.geometry, progressed),
             trust,
             codecs.readable,
@@ -121,17 +141,60 @@ class PoolRank:
             counts=self._leads,
         )
         self._stepped: tuple[float, int] = (0.0, 0)
-        self.watch = SGLangWeights(scheduler, self.facts, loaded, files, self._submit, waits=False)
+        self.watch = watch(self._submit)
         self._changes = self.watch.changes
-        self._metrics = (
-            Metrics(self.telemetry, global_rank(parallel))
-            if scheduler.server_args.enable_metrics
-            else None
+        self._metrics = metrics(self.telemetry) if metrics else None
+
+    @classmethod
+    def of(
+        cls, scheduler: Any, pool: Any, config: Config, ended: Callable[[Outcome], None]
+    ) -> "PoolRank":
+        """The rank of an SGLang scheduler.
+
+        Args:
+            pool: SGLang's pool of KV.
+
+        Raises:
+            PDConnectorError: the engine is set up for what the pool cannot keep.
+        """
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        check_model(scheduler, parallel)
+        opened = open_pool(config.pool)
+        assert opened is not None
+        shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
+        copying, saving = (
+            describe_cache(pool, kv_heads(scheduler), shard, scales=kv_scales(scheduler))
+            for _ in range(2)
         )
+        ranks = EngineRanks(parallel, shard)
+        text = scheduler.model_config.hf_text_config
+        rank = RankCache(
+            (copying, saving),
+            ranks.engine_id,
+            len(ranks.shards),
+            leads=parallel.attn_tp_rank == 0,
+            experts=any(getattr(text, name, 0) for name in _EXPERTS),
+            advertised_as=_advertised_as(parallel),
+        )
+        loaded, files = loaded_weights(scheduler), loaded_files(scheduler)
+        facts = model_facts(scheduler, config, shard, loaded, files)
+
+        def watch(submit: Callable[[Command], None]) -> SGLangWeights:
+            return SGLangWeights(scheduler, facts, loaded, files, submit, waits=False)
+
+        def metrics(telemetry: Telemetry) -> Metrics:
+            return Metrics(telemetry, global_rank(parallel))
+
+        shows = metrics if scheduler.server_args.enable_metrics else None
+        made = cls(rank, config, *opened, facts, watch, ended, shows)
+        settings = opened[1]
         logger.info(
             "PDConnector's pool ready: engine %s, %s, reads %s, writes %s",
-            *(self._engine_id, self.loads.geometry, self._settings.read, self._settings.write),
+            *(ranks.engine_id, copying.geometry, settings.read, settings.write),
         )
+        return made
 
     @property
     def model(self) -> bytes:
@@ -139,7 +202,7 @@ class PoolRank:
         if self.watch.withdrawn:
             return b""
         facts = self.facts = self.watch.facts
-        if self._root[0] is not facts:
+        if self._root[0] is not facts:  # it is another object once it says something else
             root = model_root(facts) or b""
             self._root = facts, root
             if root:
@@ -158,31 +221,37 @@ class PoolRank:
         if before >= CHUNK_TOKENS:
             self.prompts.breakeven.computed(before, now - began)
         self._stepped = now, tokens
-        if tokens:
-            self.watch.step()
+        self.watch.step()
         if self.watch.changes != self._changes:
             self.forget()
-        self.advertise()
+        try:
+            self._advertise()
+        except Exception:  # routers do without it
+            logger.exception("pool: this engine cannot tell its API server what it is")
 
     def forget(self) -> None:
         """The weights have changed, or will."""
         self._changes = self.watch.changes
         self.prompts.forget()
 
-    def loaded(self, chunks: int, nbytes: int) -> None:
+    def loaded(self, hits: Sequence[Found]) -> None:
         """Chunks were copied into pages."""
-        self.telemetry.count("pool_loaded_bytes", nbytes)
+        self.telemetry.count("pool_loaded_bytes", sum(hit.nbytes for hit in hits))
         if self._leads:
-            self.telemetry.count("pool_hits", chunks)
+            self.telemetry.count("pool_hits", len(hits))
+            self.telemetry.count("pool_far_hits", sum(hit.tier == FAR for hit in hits))
 
-    def advertise(self) -> None:
+    def _advertise(self) -> None:
         """Let the engine's API server know what a router wants to know, if it has changed."""
+        if not self._leads:
+            return
         about = AdvertisedEngine(
-            engine=self._engine_id,
+            engine=self._advertised_as,
             model=self.model.hex(),
+            chunk_bytes=self.prompts.chunk_bytes,
             bytes_per_s=self.prompts.breakeven.bytes_per_s(),
         ).encode()
-        if self._leads and about != self._advertised:
+        if about != self._advertised:
             self._advertised = about
             self._store.advertise(about)
 
@@ -222,3 +291,10 @@ class PoolRank:
         self.watch.close()
         if self._metrics is not None:
             self._metrics.close()
+
+
+def _advertised_as(parallel: Any) -> str:
+    """The id by which the engine's API server finds this replica."""
+    engine = os.environ.get(ENGINE_VARIABLE, "")
+    replicas = max(parallel.dp_size, 1)
+    return f"{engine}_dp{parallel.dp_rank or 0}" if engine and replicas > 1 else engine

@@ -96,9 +96,14 @@ def check_linker(server_args: Any, params: Any, components: Collection[Any]) -> 
             f"cache of {', '.join(names)}: the KV pool of PDConnector keeps full attention of SGLang in this version; serve "
             f"this model without the config key `pool` in {CONFIG_VARIABLE}"
         )
-    if CHUNK_TOKENS % params.page_size:
+    check_page_size(params.page_size)
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises ConfigError if a chunk is not a whole number of pages."""
+    if CHUNK_TOKENS % page_size:
         raise ConfigError(
-            f"--page-size {params.page_size}: the pool's chunks have {CHUNK_TOKENS} tokens, and SGLang loads whole pages; "
+            f"--page-size {page_size}: the pool's chunks have {CHUNK_TOKENS} tokens, and SGLang loads whole pages; "
             f"set it to a divisor of {CHUNK_TOKENS}, such as 64"
         )
 

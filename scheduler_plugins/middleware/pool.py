@@ -29,10 +29,15 @@ _MOST = (1 << 63) - 1
 
 
 class PoolMiddleware:
-    """A pure ASGI middleware. It reads the store as commands do: the budgets and chunks are the engines' business."""
+    """A pure ASGI middleware. It reads the store as commands do: the budgets and chunks are the engines' business.
 
-    def __init__(self, app: App) -> None:
+    Args:
+        engine: the engine's id in the pool, where vLLM's configuration does not tell it.
+    """
+
+    def __init__(self, app: App, engine: str = "") -> None:
         self._app = app
+        self._engine = engine
         self._store: LocalStore | None = None
         self._opening = asyncio.Lock()
 
@@ -55,7 +60,7 @@ class PoolMiddleware:
         if after and not (_NUMBER.fullmatch(after) and abs(int(after)) <= _MOST):
             return _refusal(400, f"after {after[:32]!r}: must be `next` of the page before, or 0")
         config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
-        engine = pool_engine(config)
+        engine = self._engine or pool_engine(config)
         if engine is None:
             return _refusal(
                 404, 'this engine has no KV pool: set "pool": true in kv_connector_extra_config'

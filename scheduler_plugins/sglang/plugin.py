@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import pkgutil
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pd_connector.errors import ConfigError
+from pd_connector.pool.advertised import ENGINE_VARIABLE
 from scheduler_plugins.qos.settings import SETTINGS_VARIABLE, path_in
 
 logger = logging.getLogger("scheduler_plugins.sglang")
@@ -100,6 +103,7 @@ def _manager_made(result: Any, manager: Any, *args: Any, **options: Any) -> None
     """AFTER the tokenizer manager is made. It receives all requests."""
     from sglang.srt.runtime_context import get_schedule, get_serving
 
+    report_pool()
     if get_schedule().schedule_policy != POLICY:
         return
     from scheduler_plugins.sglang.requests import ClassMarker
@@ -107,6 +111,17 @@ def _manager_made(result: Any, manager: Any, *args: Any, **options: Any) -> None
     marker = ClassMarker(path_in(SETTINGS_VARIABLE))
     check_routes(get_serving().tokenizer_worker_num, routes=marker.has_rules)
     manager.pd_class_marker = marker
+
+
+def report_pool() -> None:
+    """The HTTP server of this process answers `GET /pd/pool` if its engine uses the KV pool. SGLang checks its API key before.
+    The server does not run yet."""
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    engine = os.environ.get(ENGINE_VARIABLE)
+    if server is not None and engine:
+        from scheduler_plugins.middleware.pool import PoolMiddleware
+
+        server.app.add_middleware(PoolMiddleware, engine=engine)
 
 
 def _mark_class(manager: Any, obj: Any, request: Any = None) -> None:

@@ -18,6 +18,7 @@ from sglang.srt.server_args import ServerArgs
 from pd_connector.errors import ConfigError, PDConnectorError, UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Section, Shard, state_group
 from pd_connector.sglang import plugin
+from pd_connector.sglang.pool_settings import check_arguments
 from pd_connector.sglang.settings import load_config
 from pd_connector.sglang.support import _VARIABLES, _WANTED, check_described, check_supported
 
@@ -202,11 +203,11 @@ def test_an_audit_that_is_asked_for_is_refused_because_nothing_is_computed(audit
     assert load_config('{"audit": "off"}').audit == "off"
 
 
-@pytest.mark.parametrize("pool", ["true", '{"memory": "1GiB"}'])
-def test_a_pool_that_is_asked_for_is_refused_and_not_left_out_in_silence(pool: str) -> None:
-    with pytest.raises(ConfigError, match="only vLLM's engines have a KV pool"):
-        load_config(f'{{"pool": {pool}}}')
-    assert load_config('{"pool": false}').pool is False
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_pool_beside_handoffs_is_refused_and_not_left_out_in_silence(mode: str) -> None:
+    check_arguments(SimpleNamespace(disaggregation_mode="null"))  # control
+    with pytest.raises(ConfigError, match=f"--disaggregation-mode {mode}"):
+        check_arguments(SimpleNamespace(disaggregation_mode=mode))
 
 
 def test_the_backend_is_registered_and_its_classes_are_ours() -> None:

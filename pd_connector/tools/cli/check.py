@@ -14,7 +14,12 @@ from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points
-from pd_connector.tools.cli.checks import configs_together, transfer_config, written_configs
+from pd_connector.tools.cli.checks import (
+    configs_together,
+    sglang_pool,
+    transfer_config,
+    written_configs,
+)
 from pd_connector.tools.cli.checks.finding import Finding, Status, show
 from pd_connector.tools.cli.checks.transfer_config import Drafting
 
@@ -118,6 +123,9 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
         return Examined([finding], [])
     if not inline:
         environment = _set_in(text)
+    pools = [] if inline else sglang_pool.in_text(text, place)
+    if pools and not configs:
+        return Examined(pools, [])
     if not configs:
         advice = (
             'engines need --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'. '
@@ -128,7 +136,7 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
     findings = [
         finding for written in configs for finding in transfer_config.check(written, environment)
     ]
-    findings += configs_together.together(configs)
+    findings += [*pools, *configs_together.together(configs)]
     if not inline and not text.lstrip().startswith("{"):
         findings += configs_together.reaches_others(text, configs)
     return Examined(findings, [engine for written in configs for engine in written.engines])

@@ -76,9 +76,9 @@ class SlowProbes:
         self.engine.about = self.engine.about._replace(version=version)
 
     async def look_for_store(self) -> None:
-        """Ask a vLLM engine for its place in the KV pool of its host."""
+        """Ask an engine for its place in the KV pool of its host."""
         now = asyncio.get_running_loop().time()
-        if now < self.store_at or self.engine.kind is not Kind.VLLM:
+        if now < self.store_at:
             return
         self.store_at = now + STORE_LOOK_S
         engine = self.engine

@@ -7,7 +7,8 @@ import asyncio
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,9 @@ def told(store: LocalStore, engine: str = ENGINE, model: str = MODEL) -> None:
 class Server:
     """An API server of vLLM with a middleware."""
 
-    def __init__(self, pool: object = True, kind: type = PoolMiddleware, **transfer: Any) -> None:
+    def __init__(
+        self, pool: object = True, kind: Callable[..., Any] = PoolMiddleware, **transfer: Any
+    ) -> None:
         self.transfer = {
             "engine_id": ENGINE,
             "kv_connector": "PDConnector",
@@ -250,3 +253,12 @@ def test_the_admission_middleware_answers_it_too_and_passes_all_else_on(
     assert Server(kind=AdmissionMiddleware).page().model == MODEL
     assert Server(kind=AdmissionMiddleware).get(path="/health")[0] == ANSWERED_BY_VLLM
     assert Server().get(path="/pd/load")[0] == ANSWERED_BY_VLLM
+
+
+def test_an_sglang_engine_is_found_by_the_name_that_its_launcher_gave_it(store: LocalStore) -> None:
+    server = Server(pool=False, kind=partial(PoolMiddleware, engine="sglang-1"))
+    told(store)
+    assert server.get()[0] == 503, "another engine's"
+    told(store, engine="sglang-1")
+    status, body = server.get()
+    assert (status, decode(body).model) == (200, MODEL)

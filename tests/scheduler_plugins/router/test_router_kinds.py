@@ -17,6 +17,7 @@ from router_fakes import (
     until,
 )
 
+from scheduler_plugins.admission.pool_report import PoolReport
 from scheduler_plugins.router.engines.engine import Role
 from scheduler_plugins.router.engines.kinds import Kind, sglang_facts
 from scheduler_plugins.router.handoff.engine_bodies import Prefill, of_two_kinds
@@ -85,6 +86,18 @@ def room_of(sent: dict[str, Any]) -> int:
     assert 0 < room < 1 << 63
     assert (sent["bootstrap_host"], sent["bootstrap_port"]) != (None, None)
     return int(room)
+
+
+def test_an_sglang_engine_reports_its_place_in_a_pool_too() -> None:
+    async def scenario() -> None:
+        made = world("v", "s")
+        report = PoolReport(store="a" * 32, model="ab" * 32, chunk_tokens=128)
+        made.d[0].pool = lambda after: web.Response(body=report.encode())
+        async with made as w:
+            await until(lambda: w.known(w.d[0]).store is not None, "its place is known")
+            assert w.known(w.p[0]).store is None, "control"
+
+    run(scenario())
 
 
 def test_kinds_are_found_by_asking() -> None:

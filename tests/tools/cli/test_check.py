@@ -387,3 +387,32 @@ def test_drafts_of_commands_in_one_file_are_told_apart(tmp_path: Path) -> None:
     assert [json.loads(one.speculation)["model"] for one in drafting] == ["drafts/a", "drafts/a"]
     found = list(configs_together.drafts_together(examine(str(file), {}).engines))
     assert len(found) == 2
+
+
+SGLANG = "PD_CONNECTOR_CONFIG='{\"pool\": %s}' python -m sglang.launch_server --model-path m"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--page-size 64", ""),
+        ("--page-size=96", "--page-size 96"),
+        ("--page-size 64 \\\n --enable-lora", "--enable-lora"),
+        ("--disable-radix-cache", "--disable-radix-cache"),
+        ("--disaggregation-mode prefill", "--disaggregation-mode prefill"),
+    ],
+)
+def test_an_sglang_engine_with_a_pool_is_checked_by_its_arguments(
+    tmp_path: Path, arguments: str, named: str
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/sh\n{SGLANG % 'true'} {arguments}\n")
+    findings = examine(str(script), {}).findings
+    assert [one.status for one in findings] == [Status.FAIL if named else Status.OK]
+    assert named in findings[0].found
+
+
+def test_the_pool_of_an_sglang_engine_is_checked_as_vllms_is(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/sh\n{SGLANG % json.dumps({'memry': '1GiB'})}\n")
+    assert "did you mean 'memory'" in text_of(told(str(script)))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang engines with a KV pool in a script or manifest: whether their arguments go with it."""
+
+import json
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from pd_connector.config import CONFIG_VARIABLE
+from pd_connector.errors import ConfigError
+from pd_connector.pool import settings
+from pd_connector.sglang.pool_settings import check_arguments, check_page_size
+from pd_connector.sglang.settings import load_config
+from pd_connector.tools.cli.checks.finding import Finding, Status
+
+_COMMAND = re.compile(r"sglang\.launch_server|sglang serve|vllm serve|openai\.api_server")
+_VALUE = r"[A-Za-z0-9_./]+"
+_OPTION = re.compile(rf"--([a-z][a-z0-9-]*)(?:=({_VALUE})|[\"',\s\\]+(?:-\s+[\"']?)?({_VALUE}))?")
+_NEAR = 80
+"""Most characters between the variable's name and its value."""
+
+
+def in_text(text: str, place: str) -> list[Finding]:
+    """Findings about the SGLang engines that a text starts; none if its config has no pool."""
+    return list(_findings(text, place))
+
+
+def _findings(text: str, place: str) -> Iterator[Finding]:
+    written = _config(text)
+    if not written.get("pool"):
+        return
+    commands = [*_COMMAND.finditer(text)]
+    stops = [*(command.start() for command in commands[1:]), len(text)]
+    for command, stop in zip(commands, stops, strict=True):
+        if "sglang" not in command.group():
+            continue
+        where = f"{place}:{text.count(chr(10), 0, command.start()) + 1}"
+        try:
+            settings.check(load_config(json.dumps(written)).pool)
+            given = _options(text[command.end() : stop])
+            check_arguments(given)
+            check_page_size(given.page_size)
+        except ConfigError as error:
+            yield Finding(where, "SGLang's pool", Status.FAIL, str(error))
+        else:
+            yield Finding(where, "SGLang's pool", Status.OK, f"in use by {CONFIG_VARIABLE}")
+
+
+def _config(text: str) -> dict[str, Any]:
+    """The object in the variable of the config, as far as the text has it."""
+    for match in re.finditer(CONFIG_VARIABLE, text):
+        begin = text.find("{", match.end(), match.end() + _NEAR)
+        if begin < 0:
+            continue
+        try:
+            value, _ = json.JSONDecoder().raw_decode(text, begin)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _options(command: str) -> Any:
+    """SGLang's arguments in a command, as its `ServerArgs` names them."""
+    given: dict[str, Any] = {"page_size": 1}
+    for name, joined, apart in _OPTION.findall(command):
+        value = joined or apart
+        given[name.replace("-", "_")] = int(value) if value.isdigit() else value or True
+    return SimpleNamespace(**given)

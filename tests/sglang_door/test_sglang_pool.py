@@ -1,0 +1,746 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV pool behind SGLang's own radix cache: what one engine computed another loads, verified, or does not load at all."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang.srt")
+
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache import unified_radix_cache
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
+from sglang.srt.sampling.sampling_params import SamplingParams
+from support.waits import until
+
+from pd_connector.agent.commands import ChangeModel
+from pd_connector.config import CONFIG_VARIABLE, Config
+from pd_connector.errors import Cause, ConfigError
+from pd_connector.kv.geometry import Shard
+from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.advertised import ENGINE_VARIABLE
+from pd_connector.pool.settings import PoolSettings
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
+from pd_connector.sglang import pool_chunks, pool_hooks, pool_prompts
+from pd_connector.sglang.cache import describe_cache
+from pd_connector.sglang.pool import PoolLinker
+from pd_connector.sglang.pool_rank import PoolRank, RankCache
+from pd_connector.sglang.pool_settings import OPTIONS, check_arguments
+from pd_connector.sglang.settings import load_config
+from scheduler_plugins.sglang.plugin import report_pool
+
+LAYERS, HEADS, DIM, SLOTS = 3, 4, 8, 2048
+FACTS = ModelFacts(b"config", b"weights")
+
+
+class Watch:
+    """What `SGLangWeights` says."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self.facts, self.withdrawn, self.changes = facts, False, 0
+        self.submit: Callable[[Any], None] = lambda command: None
+
+    def made(self, submit: Callable[[Any], None]) -> Watch:
+        self.submit = submit
+        return self
+
+    def step(self) -> None: ...
+    def close(self) -> None: ...
+
+    def change(self, facts: ModelFacts) -> None:
+        """Other weights, whose cache was flushed."""
+        self.facts, self.changes = facts, self.changes + 1
+        self.submit(ChangeModel(facts))
+
+
+def kv_of(tokens: Sequence[int], noise: float = 0.0) -> torch.Tensor:
+    """What every engine computes for a sequence: `[token, layer, K and V, head, dim]`. A token's KV depends on those before."""
+    rows, seed = [], 0
+    for token in tokens:
+        seed = hash((seed, token)) & 0x7FFFFFFF
+        made = torch.Generator().manual_seed(seed)
+        rows.append(torch.randn((LAYERS, 2, HEADS, DIM), generator=made))
+    return torch.stack(rows) * (1 + noise)
+
+
+class Engine:
+    """One rank of an SGLang engine: its cache and its pool of KV, without scheduler and model."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        *,
+        page_size: int = 16,
+        rank: tuple[int, int] = (0, 1),
+        audit: str = "off",
+        facts: ModelFacts = FACTS,
+        engine_id: str = "",
+        read: bool = True,
+        write: bool = True,
+        tree: str = "rust",
+        agree: Callable[[list[tuple[int, int]]], list[tuple[int, int]]] | None = None,
+        error: float = 0.0,
+        latent: bool = False,
+    ) -> None:
+        self.page_size, self.error = page_size, error
+        heads = HEADS // rank[1]
+        self.heads = slice(rank[0] * heads, (rank[0] + 1) * heads)
+        self.latent = latent
+        kind = MLATokenToKVPool if latent else MHATokenToKVPool
+        dims: dict[str, int] = {"head_num": heads, "head_dim": DIM}
+        if latent:
+            self.heads, dims = slice(0, 1), {"kv_lora_rank": DIM - 2, "qk_rope_head_dim": 2}
+        self.pool = kind(
+            size=SLOTS,
+            page_size=page_size,
+            dtype=torch.float32,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+            start_layer=0,
+            **dims,
+        )
+        self.buffers = (
+            (self.pool.kv_buffer,) if latent else (self.pool.k_buffer, self.pool.v_buffer)
+        )
+        plain = page_size == 1
+        made = TokenToKVPoolAllocator if plain else PagedTokenToKVPoolAllocator
+        size = () if plain else (page_size,)
+        allocator = made(SLOTS, *size, torch.float32, "cpu", self.pool, False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=SimpleNamespace(),
+            token_to_kv_pool_allocator=allocator,
+            page_size=page_size,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=tree,
+        )
+        self.allocator = allocator
+        self.tree = unified_radix_cache.UnifiedRadixCache(params)
+        self.linker = PoolLinker(
+            SimpleNamespace(), params, components={ComponentType.FULL}, extra_config={}
+        )
+        self.tree.init_cache_linker(self.linker)
+        shard = Shard(0, LAYERS, *rank)
+        named = {layer: {HEADS} for layer in range(LAYERS)}
+        caches = (describe_cache(self.pool, named, shard), describe_cache(self.pool, named, shard))
+        self.watch = Watch(facts)
+        settings = PoolSettings(Space(Path("/unused"), 1), None, read, write)
+        self.rank = PoolRank(
+            RankCache(caches, engine_id or f"e{id(self)}", rank[1], leads=rank[0] == 0),
+            Config(audit=audit, pool=True),  # type: ignore[arg-type]
+            store,
+            settings,
+            facts,
+            self.watch.made,  # type: ignore[arg-type]
+            self.linker._ended,
+        )
+        self.linker._rank, self.linker._cache = self.rank, self.tree
+        if agree is not None:
+            self.linker._agree = agree  # type: ignore[method-assign]
+        self.rank.prompts.breakeven.computed(128, 100.0)  # loading pays
+        self.scheduler = SimpleNamespace(tree_cache=self.tree, waiting_queue=[])
+
+    def request(self, tokens: Sequence[int], *, salt: str | None = None, **pool: Any) -> Req:
+        custom = {"pool": pool} if pool else None
+        sampling = SamplingParams(max_new_tokens=4, custom_params=custom)
+        rid = f"r{random.random()}"
+        req = Req(rid, "", array("q", tokens), sampling, cache_salt=salt)
+        req.refresh_fill_ids()
+        return req
+
+    def arrive(self, req: Req) -> None:
+        """The request enters the queue."""
+        self.linker.arrived(req)
+        self.scheduler.waiting_queue.append(req)
+
+    def schedulable(self) -> list[Req]:
+        """What SGLang may put into its next batch."""
+        with self.linker.scheduling(self.scheduler):
+            return list(self.scheduler.waiting_queue)
+
+    def wait(self, req: Req) -> None:
+        """Until the request waits for no chunk."""
+        until(lambda: req in self.schedulable())
+
+    def match(self, req: Req) -> Any:
+        key = RadixKey(
+            req.full_untruncated_fill_ids,
+            req.extra_key,
+            limit=len(req.full_untruncated_fill_ids) - 1,
+            cache_salt=req.cache_salt,
+        )
+        return self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
+
+    def load(self, req: Req) -> torch.Tensor:
+        """As SGLang does with the request at the head of its queue. Returns the slots of its prefix, all of them filled."""
+        found = self.match(req)
+        req.last_node = found.last_device_node
+        slots = self.tree.path_device_indices(found.last_device_node)
+        if found.host_hit_length:
+            count, _ = self.tree.init_load_back(
+                InitLoadBackParams(
+                    best_match_node=found.best_match_node,
+                    host_hit_length=found.host_hit_length,
+                    req=req,
+                )
+            )
+            if count:
+                slots = torch.cat([slots, self.tree.linker.private_load_indices[req.rid]])
+        index = self.tree.ready_to_load_host_cache()
+        self.linker.layer_done_counter.set_consumer(index)
+        if index >= 0:
+            self.linker.layer_done_counter.wait_until(0)
+        assert self.tree.linker.finish_loads() == [], "SGLang aborts these requests"
+        return slots
+
+    def compute(self, req: Req, prefix: torch.Tensor | None = None) -> None:
+        """Compute the rest of a prompt, and put all of it into the cache."""
+        tokens = req.full_untruncated_fill_ids
+        prefix = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
+        rest = len(tokens) - len(prefix)
+        slots = self.allocator.alloc(-(-rest // self.page_size) * self.page_size)
+        slots = torch.cat([prefix, slots[:rest]])
+        kv = kv_of(tokens, self.error)
+        for layer in range(LAYERS):
+            new = slots[len(prefix) :]
+            for part, buffer in enumerate(self.buffers):
+                buffer[layer][new] = kv[len(prefix) :, layer, part, self.heads]
+        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        whole = len(tokens) // self.page_size * self.page_size
+        with self.linker.inserting(req):
+            self.tree.insert(InsertParams(key=key, value=slots[:whole]))
+        self.scheduler.waiting_queue = [r for r in self.scheduler.waiting_queue if r is not req]
+        self.settle()
+
+    def settle(self) -> None:
+        """Until no node is locked for a save."""
+
+        def done() -> bool:
+            self.tree.check_hicache_events()
+            return not self.tree.linker.pending_offloads
+
+        until(done)
+
+    def ask(self, tokens: Sequence[int], **more: Any) -> int:
+        """A whole request. Returns the tokens that were loaded; every token's KV is right then."""
+        req = self.request(tokens, **more)
+        self.arrive(req)
+        self.wait(req)
+        slots = self.load(req)
+        self.check(tokens, slots)
+        loaded = len(slots)
+        self.compute(req, slots)
+        return loaded
+
+    def check(self, tokens: Sequence[int], slots: torch.Tensor) -> None:
+        expected = kv_of(tokens[: len(slots)]) if len(slots) else None
+        for layer in range(LAYERS if len(slots) else 0):
+            for part, buffer in enumerate(self.buffers):
+                assert torch.equal(buffer[layer][slots], expected[:, layer, part, self.heads])
+
+    def flush(self) -> None:
+        self.tree.reset()
+        self.allocator.clear()
+
+    def close(self) -> None:
+        self.linker.close()
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's functions as the plugin wraps them."""
+    for name, hook in (("match", pool_hooks.matches), ("_offload_node", pool_hooks.offloads_node)):
+        original = getattr(UnifiedCacheLinkerWrapper, name)
+        monkeypatch.setattr(
+            UnifiedCacheLinkerWrapper,
+            name,
+            lambda self, *args, hook=hook, original=original: hook(original, self, *args),
+        )
+    monkeypatch.setenv(CONFIG_VARIABLE, '{"pool": true}')
+    monkeypatch.setattr(pool_prompts, "LOOK_S", 10.0)  # a busy machine
+    monkeypatch.setattr(pool_prompts, "_SLOW_S", 10.0)
+    alone = SimpleNamespace(disaggregation_mode="null")
+    monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: alone)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    made = LocalStore(Space(tmp_path / "pool", 64 << 20), None)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(store: LocalStore, hooked: None) -> Iterator[Make]:
+    engines: list[Engine] = []
+
+    def one(**options: Any) -> Engine:
+        engines.append(Engine(store, **options))
+        return engines[-1]
+
+    yield one
+    for engine in engines:
+        engine.close()
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(3, 250) for _ in range(length)]
+
+
+def stored(store: LocalStore) -> int:
+    return len(store.keys())
+
+
+@pytest.mark.parametrize("tree", ["rust", "python"])
+@pytest.mark.parametrize(("here", "there"), [(16, 16), (1, 64), (64, 1), (16, 128)])
+def test_what_one_engine_computed_another_loads(
+    make: Make, store: LocalStore, here: int, there: int, tree: str
+) -> None:
+    writer, reader = make(page_size=here, tree=tree), make(page_size=there, tree=tree)
+    assert writer.ask(prompt(700)) == 0
+    until(lambda: stored(store) == 5)
+    assert reader.ask(prompt(700)) == 640
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_latents_are_loaded_by_ranks_that_each_hold_all_of_them(
+    make: Make, store: LocalStore, ranks: int
+) -> None:
+    """MLA: a chunk has one part of the layers for each rank of its writer."""
+    writers = [
+        make(rank=(n, ranks), engine_id="w", latent=True, page_size=64) for n in range(ranks)
+    ]
+    for writer in writers:
+        writer.compute(writer.request(prompt(400)))
+    until(lambda: stored(store) == 3)
+    assert make(latent=True, page_size=1).ask(prompt(400)) == 384
+
+
+def test_a_flushed_engine_loads_what_it_has_saved(make: Make, store: LocalStore) -> None:
+    engine = make()
+    engine.ask(prompt(400))
+    until(lambda: stored(store) == 3)
+    engine.flush()
+    assert engine.ask(prompt(400)) == 384
+
+
+def test_only_what_the_cache_lacks_is_loaded(make: Make, store: LocalStore) -> None:
+    """The cache ends within a chunk: the rest of the chunk is loaded behind it."""
+    writer, reader = make(), make(write=False)
+    writer.ask(prompt(700))
+    until(lambda: stored(store) == 5)
+    short = reader.request(prompt(200), read=False)
+    reader.compute(short)
+    req = reader.request(prompt(700))
+    reader.arrive(req)
+    reader.wait(req)
+    slots = reader.load(req)
+    assert len(slots) == 640
+    reader.check(prompt(700), slots)
+
+
+@pytest.mark.parametrize("what", ["salt", "extra key", "weights", "read", "write"])
+def test_unlike_requests_share_nothing(make: Make, store: LocalStore, what: str) -> None:
+    writer = make()
+    reader = make(facts=ModelFacts(b"config", b"others")) if what == "weights" else make()
+    if what == "write":
+        writer.ask(prompt(300), write=False)
+        assert stored(store) == 0
+        return
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    if what == "extra key":
+        req = reader.request(prompt(300))
+        req.extra_key = "mine"
+        reader.arrive(req)
+        reader.wait(req)
+        assert len(reader.load(req)) == 0
+        return
+    other: dict[str, Any] = {"salt": {"salt": "mine"}, "read": {"read": False}}.get(what, {})
+    assert reader.ask(prompt(300), **other) == 0
+    if what != "weights":
+        reader.flush()
+        assert reader.ask(prompt(300)) == 256, "control"
+
+
+def test_the_first_prompt_of_a_writer_is_computed_and_compared(
+    make: Make, store: LocalStore
+) -> None:
+    writer, reader = make(engine_id="w"), make(engine_id="r", audit="first", page_size=64)
+    for seed in (1, 2):
+        writer.ask(prompt(300, seed))
+    until(lambda: stored(store) == 4)
+    assert reader.ask(prompt(300, 1)) == 0
+    counts = reader.rank.telemetry.take()
+    assert counts is not None
+    assert counts.counts["audits", (("cause", "passed"),)] >= 1
+    assert reader.ask(prompt(300, 2)) == 256
+
+
+def test_chunks_of_a_wrong_writer_are_never_loaded(make: Make, store: LocalStore) -> None:
+    writer, reader = make(engine_id="w", error=0.2), make(engine_id="r", audit="first")
+    for seed in (1, 2):
+        req = writer.request(prompt(300, seed))
+        writer.compute(req)
+    until(lambda: stored(store) == 4)
+    assert reader.ask(prompt(300, 1)) == 0
+    assert reader.ask(prompt(300, 2)) == 0
+    counts = reader.rank.telemetry.take()
+    assert counts is not None
+    assert counts.counts["audits", (("cause", Cause.AUDIT),)] >= 1
+
+
+def test_an_altered_byte_is_not_loaded_and_what_is_before_it_is(
+    make: Make, store: LocalStore, tmp_path: Path
+) -> None:
+    writer, reader = make(), make()
+    writer.ask(prompt(700))
+    until(lambda: stored(store) == 5)
+    chunks = pool_prompts.chunks_of(writer.rank.model, prompt(700), "")
+    files = (tmp_path / "pool").rglob("data/*")
+    (file,) = (path for path in files if chunks[2].key.hex() in path.name)
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    assert reader.ask(prompt(700)) == 256
+
+
+def test_files_that_go_after_they_were_read_are_loaded_all_the_same(
+    make: Make, store: LocalStore
+) -> None:
+    """Control: an engine that asks afterwards finds nothing."""
+    writer, reader = make(), make()
+    writer.ask(prompt(700))
+    until(lambda: stored(store) == 5)
+    req = reader.request(prompt(700))
+    reader.arrive(req)
+    reader.wait(req)
+    assert reader.match(req).host_hit_length == 640
+    store.remove(store.keys())
+    slots = reader.load(req)
+    assert len(slots) == 640
+    reader.check(prompt(700), slots)
+    assert make().ask(prompt(700)) == 0
+
+
+def test_chunks_that_were_loaded_are_not_taken_for_others(make: Make, store: LocalStore) -> None:
+    """SGLang loads a part of what was named, does not admit the request, and asks again."""
+    writer, reader = make(), make()
+    writer.ask(prompt(700))
+    until(lambda: stored(store) == 5)
+    req = reader.request(prompt(700))
+    reader.arrive(req)
+    reader.wait(req)
+    reader.match(req)
+    slots = reader.allocator.alloc(256)
+    assert reader.linker.load(req.rid, [SimpleNamespace(device_indices=slots)])
+    assert reader.linker.cancel_queued_load(req.rid)
+    assert reader.match(req).host_hit_length == 0
+    assert not reader.linker.load(req.rid, [SimpleNamespace(device_indices=slots)])
+    more = reader.allocator.alloc(384)
+    assert not reader.linker.load(req.rid, [SimpleNamespace(device_indices=more)])
+
+
+def test_no_length_is_named_before_its_chunks_are_verified(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = make(), make()
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    may = threading.Event()
+    read = reader.rank.prompts.held._loader.read
+
+    def slow(*args: Any) -> Any:
+        may.wait(10)
+        return read(*args)
+
+    monkeypatch.setattr(reader.rank.prompts.held._loader, "read", slow)
+    req, other = reader.request(prompt(300)), reader.request(prompt(100, 9))
+    reader.arrive(req)
+    reader.arrive(other)
+    time.sleep(0.05)
+    assert reader.schedulable() == [other], "only the request that wants chunks waits"
+    assert reader.scheduler.waiting_queue == [req, other], "in its place"
+    assert reader.match(req).host_hit_length == 0
+    may.set()
+    reader.wait(req)
+    assert reader.match(req).host_hit_length == 256
+
+
+def test_a_store_that_does_not_answer_costs_a_computation(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_prompts, "STALL_S", 0.2)
+    writer, reader = make(), make()
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    stop = threading.Event()
+    monkeypatch.setattr(
+        reader.rank.prompts.held._loader, "read", lambda *args: stop.wait(10) and None
+    )
+    assert reader.ask(prompt(300)) == 0
+    stop.set()
+
+
+def test_without_room_in_memory_the_rest_is_computed(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = make(), make()
+    writer.ask(prompt(700))
+    until(lambda: stored(store) == 5)
+    (found, *_) = store.find([store.keys()[0]])
+    assert found is not None
+    monkeypatch.setattr(pool_chunks, "MOST_HELD_BYTES", int(2.5 * found.nbytes))
+    assert reader.ask(prompt(700)) == 256
+
+
+def held(engine: Engine) -> int:
+    return engine.rank.prompts.held.nbytes
+
+
+def test_nothing_is_held_for_requests_that_are_over(make: Make, store: LocalStore) -> None:
+    writer, reader = make(), make()
+    writer.ask(prompt(700))
+    until(lambda: stored(store) == 5)
+    assert reader.ask(prompt(700)) == 640
+    reader.flush()
+    req = reader.request(prompt(700))
+    reader.arrive(req)
+    reader.wait(req)
+    assert held(reader) > 0
+    reader.scheduler.waiting_queue.clear()  # aborted
+    reader.schedulable()
+    until(lambda: held(reader) == 0)
+    req = reader.request(prompt(700))
+    reader.arrive(req)
+    reader.flush()
+    until(lambda: held(reader) == 0)
+
+
+def test_requests_that_want_the_same_chunks_read_them_once(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = make(), make()
+    writer.ask(prompt(700))
+    until(lambda: stored(store) == 5)
+    reads, read = [], reader.rank.prompts.held._loader.read
+
+    def counted(*args: Any) -> Any:
+        reads.append(args)
+        return read(*args)
+
+    monkeypatch.setattr(reader.rank.prompts.held._loader, "read", counted)
+    reqs = [reader.request(prompt(700)) for _ in range(3)]
+    for req in reqs:
+        reader.arrive(req)
+    for req in reqs:
+        reader.wait(req)
+    assert len(reads) == 5
+    for req in reqs:
+        slots = reader.load(req)
+        assert len(slots) == 640
+        reader.check(prompt(700), slots)
+    reader.scheduler.waiting_queue.clear()
+    reader.schedulable()
+    until(lambda: held(reader) == 0)
+
+
+def test_after_a_change_of_weights_nothing_of_before_is_loaded_or_saved(
+    make: Make, store: LocalStore
+) -> None:
+    writer, reader = make(), make()
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    req = reader.request(prompt(300))
+    reader.arrive(req)
+    reader.wait(req)
+    assert reader.match(req).host_hit_length == 256, "control"
+    reader.watch.withdrawn = True
+    assert reader.match(req).host_hit_length == 0
+    other = reader.request(prompt(300, 5))
+    reader.compute(other)
+    assert stored(store) == 2, "nobody knows whose KV this is"
+    reader.watch.withdrawn = False
+    reader.watch.change(ModelFacts(b"config", b"new"))
+    reader.rank.stepped(0)
+    assert reader.match(req).host_hit_length == 0
+    until(lambda: held(reader) == 0)
+    reader.flush()
+    reader.ask(prompt(300))
+    until(lambda: stored(store) == 4)
+    reader.flush()
+    assert reader.ask(prompt(300)) == 256, "its own, of the new weights"
+
+
+class Ranks:
+    """Lets two ranks agree: each runs in a thread of its own, as in SGLang."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+        self._said: dict[int, list[tuple[int, int]]] = {}
+
+    def agree(self, rank: int) -> Callable[[list[tuple[int, int]]], list[tuple[int, int]]]:
+        def agreed(own: list[tuple[int, int]]) -> list[tuple[int, int]]:
+            self._said[rank] = own
+            self._barrier.wait(20)
+            both = zip(self._said[0], self._said[1], strict=True)
+            result = [(min(a[0], b[0]), min(a[1], b[1])) for a, b in both]
+            self._barrier.wait(20)
+            return result
+
+        return agreed
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_ranks_load_what_all_of_them_hold(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch, slow: bool
+) -> None:
+    """One rank loses a chunk, or is slower: both name the same lengths."""
+    writer = make()
+    writer.ask(prompt(700))
+    until(lambda: stored(store) == 5)
+    ranks = Ranks()
+    halves = [make(rank=(n, 2), page_size=64, agree=ranks.agree(n), write=False) for n in (0, 1)]
+    loader = halves[1].rank.prompts.held._loader
+    read = loader.read
+
+    def reads(chunk: Any, *args: Any) -> Any:
+        if slow:
+            time.sleep(0.1)
+        elif chunk.number == 3:
+            raise pool_chunks.PoolError(pool_chunks.Miss.EVICTED, "gone")
+        return read(chunk, *args)
+
+    monkeypatch.setattr(loader, "read", reads)
+    loaded: dict[int, int] = {}
+
+    def run(number: int) -> None:
+        half = halves[number]
+        req = half.request(prompt(700))
+        half.arrive(req)
+        while req not in half.schedulable():
+            time.sleep(0.005)
+        slots = half.load(req)
+        half.check(prompt(700), slots)
+        loaded[number] = len(slots)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert loaded == ({0: 640, 1: 640} if slow else {0: 384, 1: 384})
+
+
+def test_two_ranks_save_and_one_loads(make: Make, store: LocalStore) -> None:
+    halves = [make(rank=(n, 2), engine_id="w", page_size=64) for n in (0, 1)]
+    for half in halves:
+        half.compute(half.request(prompt(400)))
+    until(lambda: stored(store) == 3)
+    assert make().ask(prompt(400)) == 384
+
+
+def test_a_flush_waits_until_no_page_is_read(make: Make, store: LocalStore) -> None:
+    """Pages that are handed out again afterwards do not get into chunks."""
+    engine = make()
+    req = engine.request(prompt(700))
+    engine.settle = lambda: None  # type: ignore[method-assign]
+    engine.compute(req)
+    engine.flush()
+    for buffer in (*engine.pool.k_buffer, *engine.pool.v_buffer):
+        buffer.zero_()
+    until(lambda: not engine.linker._jobs)
+    reader = make()
+    loaded = reader.request(prompt(700))
+    reader.arrive(loaded)
+    reader.wait(loaded)
+    reader.check(prompt(700), reader.load(loaded))
+
+
+def test_the_config_key_sets_sglangs_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.arg_groups.model_override_base import resolved_view
+    from sglang.srt.server_args import ServerArgs
+
+    for text, used in (('{"pool": true}', True), ("", False), ('{"pool": false}', False)):
+        monkeypatch.setenv(CONFIG_VARIABLE, text)
+        args = ServerArgs(model_path="dummy")
+        pool_hooks.resolved(lambda server_args: None, args)
+        view = resolved_view(args)
+        assert (ENGINE_VARIABLE in os.environ) == used
+        monkeypatch.delenv(ENGINE_VARIABLE, raising=False)
+        assert view.enable_unified_cache_external_linker == used
+        if used:
+            assert {name: getattr(view, name) for name in OPTIONS} == OPTIONS
+
+
+def test_the_http_server_reports_the_pool_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[Any] = []
+    app = SimpleNamespace(add_middleware=lambda kind, **options: added.append(options))
+    server = SimpleNamespace(app=app)
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", server)
+    monkeypatch.delenv(ENGINE_VARIABLE, raising=False)
+    report_pool()
+    assert added == []
+    monkeypatch.setenv(ENGINE_VARIABLE, "sglang-1")
+    report_pool()
+    assert added == [{"engine": "sglang-1"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"enable_lmcache": True}, "--enable-lmcache"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        (
+            {"unified_cache_external_linker_config": {"a": 1}},
+            "--unified-cache-external-linker-config",
+        ),
+    ],
+)
+def test_what_cannot_be_beside_a_pool_is_refused_by_its_flag(
+    given: dict[str, Any], named: str
+) -> None:
+    check_arguments(SimpleNamespace())  # control
+    with pytest.raises(ConfigError, match=named):
+        check_arguments(SimpleNamespace(**given))
+
+
+def test_an_audit_is_the_pools_alone() -> None:
+    assert load_config('{"pool": true}').audit == "first"
+    assert load_config('{"pool": true, "audit": "off"}').audit == "off"
+    for wrong in ('{"audit": "first"}', '{"pool": true, "audit": 0.1}'):
+        with pytest.raises(ConfigError, match="audit"):
+            load_config(wrong)
