@@ -39,8 +39,8 @@ def leave_tokens(request: "Request", count: int) -> None:
     Raises:
         ValueError: the request wants to know more of its prompt than a shorter one has, or an image would be cut.
     """
-    asked = request.sampling_params
-    if asked is not None and asked.prompt_logprobs is not None:
+    sampling = request.sampling_params
+    if sampling is not None and sampling.prompt_logprobs is not None:
         raise ValueError(
             "prompt_logprobs: with this model (recurrent states, or several MTP modules) a prefill engine computes a prompt "
             f"without its last {count} tokens, and has no logprobs of them; ask the decode engine for them"
