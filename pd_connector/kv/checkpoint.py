@@ -23,7 +23,7 @@ _CODE = ".py"
 
 
 class ConfigText(NamedTuple):
-    """What a checkpoint's folder says beside the weights.
+    """The content of a checkpoint's folder beside the weights.
 
     Attributes:
         config: `config.json`, and under the key `quantisation_files` the text of the files beside it that say how
@@ -40,7 +40,7 @@ class ConfigText(NamedTuple):
 
 
 class ConfigFiles:
-    """The files of a folder that `ConfigText` tells, held open while an engine reads them by name. Closed at the end of
+    """The files of a folder that `ConfigText` describes, held open while an engine reads them by name. Closed at the end of
     the `with` block.
 
     Raises:

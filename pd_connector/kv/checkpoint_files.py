@@ -25,7 +25,7 @@ _KINDS_OF_FORMAT = {
     "npcache": ("*.bin",),
     "pt": ("*.pt",),
 }
-"""What engines load if told a format (`--load-format`) that is not their first choice."""
+"""Files that engines load with an explicit `--load-format`."""
 _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "scheduler.pt"})
 _MOST_STEPS = 1024  # of a path; links that lead to each other have no end
 _INDEX = "model.safetensors.index.json"
@@ -152,8 +152,8 @@ class CheckpointFiles:
 
     Attributes:
         weights: fingerprint of all their bytes (`kv.weights.fingerprint`); empty until they were read.
-        forms: fingerprint of its tensors' names, dtypes and shapes (`kv.weights.tensor_forms`), once somebody asked.
-        problem: why they are not known to be what the engine has loaded; empty if they are.
+        forms: fingerprint of its tensors' names, dtypes and shapes (`kv.weights.tensor_forms`), once it was computed.
+        problem: why they may differ from what the engine has loaded; empty if they cannot.
         nbytes: size of all files when they were opened.
         reader: reads them (`agent.weights_reader.reading`); None before that has begun.
     """
@@ -231,7 +231,7 @@ def links(path: Path) -> dict[Path, FileState]:
 
 
 def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
-    """The files of a checkpoint's folder that hold the weights an engine loads, told this format."""
+    """The weight files that an engine loads from a checkpoint's folder with this `--load-format`."""
     if not folder.is_dir():
         return []
     for kind in _KINDS_OF_FORMAT.get(load_format, _KINDS):

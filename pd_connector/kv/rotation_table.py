@@ -48,12 +48,12 @@ class Made(NamedTuple):
 
 
 def rotation_text(module: Any, made: Made | None, row: Row | None = None) -> str:
-    """A rotation as every engine tells it.
+    """The text by which engines compare a rotation.
 
     Args:
-        module: the engine's, made of torch.
-        made: what it was made with; None if that is not known.
-        row: of its table, if it is not in the buffer `cos_sin_cache`.
+        module: the engine's torch module.
+        made: the arguments that it was made with; None if they are unknown.
+        row: reads a row of its table, if the table is not the buffer `cos_sin_cache`.
     """
     buffers = dict(module.named_buffers(recurse=False))
     row = row or table_row(buffers.get("cos_sin_cache"))

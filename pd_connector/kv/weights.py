@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import stat
+import struct
 import tempfile
 import time
 import zlib
@@ -29,7 +30,54 @@ from typing import NamedTuple
 import xxhash
 
 from pd_connector.kv.checkpoint_files import OpenFile
-from pd_connector.kv.tensor_files import safetensors
+
+_MOST_HEADER_BYTES = 100 << 20
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file: bytes [start, stop)."""
+
+    file: OpenFile
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def head(self) -> bytes:
+        return f"{self.name}\0{self.dtype}\0{self.shape}\0".encode()
+
+
+def safetensors(file: OpenFile) -> list[Tensor]:
+    """The tensors in a safetensors file. Raises ValueError if it is no such file, or is cut off."""
+    size = file.size
+    with file.stream() as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > min(_MOST_HEADER_BYTES, size - 8):
+            raise ValueError(f"{file.name}: not a safetensors file, or cut off")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file.name}: the safetensors header is not JSON: {error}") from None
+    tensors = []
+    try:
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= size - 8 - length:
+                raise ValueError(
+                    f"{file.name}: tensor {name} is outside the file, which is truncated"
+                )
+            shape = tuple(int(extent) for extent in entry["shape"])
+            place = 8 + length + begin, 8 + length + end
+            tensors.append(Tensor(file, name, str(entry["dtype"]), shape, *place))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file.name}: the safetensors header lacks {error!r}") from None
+    return tensors
+
 
 logger = logging.getLogger("pd_connector.kv.weights")
 
@@ -52,7 +100,7 @@ _SAFETENSORS = ".safetensors"
 
 
 class _Part(NamedTuple):
-    """A part of a file that counts by itself: what it is, and its bytes [start, stop)."""
+    """A part of a file that is hashed by itself: its description, and its bytes [start, stop)."""
 
     head: bytes
     start: int
@@ -70,19 +118,19 @@ def fingerprint(
         cache: file that keeps fingerprints of whole files by device, inode, size and time of change, so that
             they are read once; made if it is not there. Where it cannot be written, one in the folder for temporary
             files takes its place.
-        progress: called from any thread, with the number of bytes that are known since it was called last.
+        progress: called from any thread, with the number of bytes that were read or found cached since the last call.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a safetensors file is none.
     """
     cached = _read_cache(cache)
+    place = usable(cache) if any(_key(file) not in cached for file in files) else None
     sums: list[int] = []
     for file in files:
         key = _key(file)
         if key not in cached:
             # The ranks of an engine begin at the same time: one of them reads, the others wait.
-            place = usable(cache)
             with _locked(place, key, _SPARE_S + file.size / _SLOW_BYTES_S):
                 cached |= _read_cache(place)
                 if key not in cached:
@@ -98,14 +146,14 @@ def fingerprint(
 
 
 def known_fingerprint(files: Sequence[OpenFile], cache: Path | None) -> bytes:
-    """The same, if all files were read before; empty if not."""
+    """`fingerprint`, if the cache has all files; empty if not."""
     cached = _read_cache(cache)
     keys = [_key(file) for file in files]
     return _bytes(sum(cached[key] for key in keys)) if cached.keys() >= set(keys) else b""
 
 
 def combined(prints: Sequence[bytes]) -> bytes:
-    """The fingerprint of a model that is loaded from several checkpoints, in this order. Empty if one is."""
+    """The fingerprint of a model that is loaded from several checkpoints, in this order. Empty if one of theirs is."""
     if not all(prints):
         return b""
     return prints[0] if len(prints) == 1 else _bytes(_digest(*prints))
@@ -175,12 +223,12 @@ def _complain(place: str, why: str, then: str) -> None:
 
 
 def _key(file: OpenFile) -> str:
-    """What the cache calls a file. The hash and the kind of file are in it: other ones find other sums."""
+    """A file's key in the cache. It names the hash and the kind of file, because each has sums of its own."""
     return f"{'xxh3' if file.suffix == _SAFETENSORS else 'xxh3-pieces'}:{file.key}"
 
 
 def _parts(file: OpenFile) -> list[_Part]:
-    """The parts of a file. Notes in a safetensors header are of no tensor, and do not count.
+    """The parts of a file. Notes in a safetensors header belong to none, so they are not hashed.
 
     Raises:
         OSError: the file cannot be read.
@@ -215,7 +263,7 @@ def _sum(file: OpenFile, progress: Callable[[int], None]) -> int:
 
 
 def _cores() -> int:
-    """How many cores this process can keep busy: those that it may run on, within its cgroup's part of their time."""
+    """Number of cores that this process can keep busy: the cores of its affinity mask, at most its cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # "max": there is no limit
         quota, period = map(int, _CPU_QUOTA.read_text().split())
@@ -237,8 +285,10 @@ def _bytes(number: int) -> bytes:
 
 @contextmanager
 def _locked(cache: Path | None, key: str, most_s: float) -> Iterator[None]:
-    """Within, no other process reads the file with this key, if there is a cache. This only saves work, so it waits `most_s`
-    at most: another reader may hang. Each file has a byte of the lock's file."""
+    """Keep other processes from reading the file with this key during the block, if there is a cache.
+
+    This only saves work, so it waits `most_s` at most: another reader may hang. Each file has a byte of the lock's file.
+    """
     if cache is None:
         yield
         return

@@ -64,7 +64,8 @@ class Route:
 
     @property
     def error_of(self) -> str:
-        """The codec whose error its KV has at the destination. An FP8 cache would store the same codes from `raw`."""
+        """The codec that limits the accuracy of the KV at the destination. For an FP8 cache it is `raw`: the cache would
+        store the same codes from uncoded elements."""
         return RAW.name if self.destination.dtype == FP8_E4M3.name else self.codec
 
     def first_token(self, first_token: int, stop_token: int) -> int:
@@ -98,7 +99,7 @@ def served(source: Shard, destination: Shard, heads: int, splits: Splits = (Fals
     """The heads, of a layer with `heads` KV heads, that `source` sends to `destination`.
 
     If several ranks of the producer hold the same heads (of the same tokens), the ranks of the consumer share them
-    out: each asks one of them. See also `shared_layers`.
+    out: each consumer rank asks one producer rank. See also `shared_layers`.
 
     >>> served(Shard(0, 2, tp_rank=0, tp_size=2), Shard(0, 2, tp_rank=1, tp_size=4), heads=8)
     range(2, 4)
@@ -114,7 +115,7 @@ def served(source: Shard, destination: Shard, heads: int, splits: Splits = (Fals
 def _copies(
     source: Shard, destination: Shard, heads: int, splits: Splits
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The place of each side's rank among those that hold the same, and their number."""
+    """For each side: the rank's number among the ranks with the same heads and tokens, and how many such ranks there are."""
     ours, theirs = splits
     return (
         (source.replica(heads, split=ours), source.replicas(heads, split=ours)),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches the weights of a rank of SGLang.
 
-SGLang flushes its cache when it has new weights, unless it is told not to, or requests run. Until it has, its cache
-holds KV of the old ones, and nothing is told of the new ones. Once a minute, and after a flush, samples of the
+SGLang flushes its cache when it has new weights, unless the call forbids it, or requests run. Until the flush its cache
+holds KV of the old weights, and the new weights are not advertised. Once a minute, and after a flush, samples of the
 parameters in memory are compared with those before.
 """
 
@@ -51,7 +51,7 @@ class SGLangWeights(WeightsWatch):
 
     @property
     def facts(self) -> ModelFacts:
-        """What an agent that starts now tells its peers."""
+        """The facts with which a new agent starts."""
         return self._advertised.facts_now()
 
     def tell_to(self, submit: Callable[[Command], None]) -> None:
@@ -59,7 +59,7 @@ class SGLangWeights(WeightsWatch):
         self._advertised.tell_to(submit)
 
     def change(self, **facts: bool) -> AbstractContextManager[None]:
-        """Within, SGLang changes its weights, and flushes its cache in the end, or does not. See `WeightLoads.change`."""
+        """SGLang changes its weights during the block, and may flush its cache at its end. See `WeightLoads.change`."""
         return LOADS.change(**facts)
 
     def loading(self) -> None:
@@ -99,7 +99,7 @@ class SGLangWeights(WeightsWatch):
 
 @contextmanager
 def _watchdogs_fed(scheduler: Any) -> Iterator[None]:
-    """Within, SGLang's watchdogs see the scheduler go on: they end an engine that computes no batch for 300 s
+    """Keep SGLang's watchdogs satisfied during the block. They end an engine that computes no batch for 300 s
     (`--watchdog-timeout`), also while it starts."""
     watchdogs = [
         watchdog

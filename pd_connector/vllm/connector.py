@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pd_connector.pool.store.base import DISK, MEMORY
+from pd_connector.pool.store.base import DISK, FAR, MEMORY
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.versions import advice
 from pd_connector.vllm.engine_facts import EngineFacts
@@ -47,7 +47,15 @@ try:  # 0.32 and later count cached tokens by source
 except ImportError:
     CacheHitSource = None
 
-_SOURCES = {MEMORY: CacheHitSource.HOST, DISK: CacheHitSource.DISK} if CacheHitSource else {}
+_SOURCES = (
+    {
+        MEMORY: CacheHitSource.HOST,
+        DISK: CacheHitSource.DISK,
+        FAR: CacheHitSource.EXTERNAL_UNSPECIFIED,
+    }
+    if CacheHitSource
+    else {}
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

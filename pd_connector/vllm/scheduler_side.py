@@ -22,7 +22,7 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.handoff.fetching import Fetching
 from pd_connector.vllm.handoff.ignored import IgnoredParams
-from pd_connector.vllm.handoff.left_tokens import leave_tokens
+from pd_connector.vllm.handoff.left_tokens import leave_tokens, stop_after_prompt
 from pd_connector.vllm.handoff.movable import check_movable
 from pd_connector.vllm.handoff.no_handoff_requests import NoHandoffRequests
 from pd_connector.vllm.handoff.offers import Offers
@@ -86,7 +86,6 @@ class SchedulerSide:
             self._model,
             address,
             streams=config.overlap != "off",
-            answers=not left,
         )
         self._parts: list[Part] = [self._model, self._fetching, self.offers]
         self.pool: PoolSide | None = None
@@ -147,7 +146,9 @@ class SchedulerSide:
             check_movable(request, parsed, whole=self._engine.attends_ahead)
             offers = parsed.do_remote_decode and not parsed.describe
             if offers and self._engine.produces and self._engine.left_tokens:
-                leave_tokens(request, self._engine.left_tokens)
+                stop_after_prompt(request)
+                if not parsed.from_first_token:
+                    leave_tokens(request, self._engine.left_tokens)
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
@@ -163,7 +164,10 @@ class SchedulerSide:
             identity = self._identity_of(request)
             if identity is None:
                 return
-            self._commands.append(self.offers.add(request, transfer, identity[0]))
+            chooses = parsed.from_first_token or not self._engine.left_tokens
+            self._commands.append(
+                self.offers.add(request, transfer, identity[0], chooses_first=chooses)
+            )
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -211,7 +215,7 @@ class SchedulerSide:
         self._workers_called = True
 
     def loads_broke_off(self, cuts: Mapping[str, Cut]) -> None:
-        """Ranks could not load all chunks of requests. The end of these loads is told with it, or later."""
+        """Ranks could not load all chunks of some requests. The ends of these loads are reported in the same step, or later."""
         for part in self._parts:
             part.broke_off(cuts)
 

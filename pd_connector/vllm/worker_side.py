@@ -23,7 +23,6 @@ from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.final_token import FIRST_TOKEN
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.vllm.cache import describe_cache
-from pd_connector.vllm.handoff.left_tokens import left_tokens
 from pd_connector.vllm.identity.model import (
     draft_model,
     identify_caches,
@@ -100,9 +99,6 @@ class WorkerSide:
         assert transfer is not None
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
-        # If tokens are left to the decode engine, what is sampled after the others is not an answer.
-        specs = (group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups)
-        answers = not left_tokens(self._vllm_config, specs)
         loaded, files = loaded_weights(self._vllm_config), loaded_files(self._vllm_config)
         draft = draft_model(self._vllm_config, self._config, caches)
         facts = model_facts(self._vllm_config, self._config, caches, shard, loaded, files, draft)
@@ -114,7 +110,7 @@ class WorkerSide:
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
-            tells=(FIRST_TOKEN,) if transfer.is_kv_producer and answers else (),
+            tells=(FIRST_TOKEN,) if transfer.is_kv_producer else (),
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
             experts=self._vllm_config.model_config.is_moe,
@@ -316,7 +312,7 @@ class WorkerSide:
         return {self._rank: self._told_changes}
 
     def _model_changed(self) -> dict[int, bytes | None]:
-        """The loaded model as the pool knows it, if the scheduler has not heard it."""
+        """The loaded model's part of the pool's keys, if it has changed since the last report."""
         # Asked first: if nothing is read any more, what was read is known.
         reads = self._model is not None and self._model.reads
         loaded = self._agent.pool_model if self._agent else b""
@@ -327,7 +323,7 @@ class WorkerSide:
         return model
 
     def _facts_changed(self) -> ModelFacts | None:
-        """The model as peers are told it, if this is the first rank and the scheduler has not heard it."""
+        """The facts that peers get of the model, if this is the first rank and they have changed since its last report."""
         facts = self._agent.facts if self._agent and not self._rank else self._told_facts
         changed, self._told_facts = facts != self._told_facts, facts
         return facts if changed else None

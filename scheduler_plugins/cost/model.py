@@ -44,13 +44,27 @@ _MOST = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCosts:
+    """What a step with both prompt tokens and decoding sequences takes beside `a` and `b` of its prompt tokens, in
+    seconds, all coefficients >= 0."""
+
+    m0: float = 0.0
+    """Seconds per step."""
+    m1: float = 0.0
+    """Seconds per decoding sequence and step."""
+    m2: float = 0.0
+    """Seconds per token of context and step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
     """Durations in seconds, all coefficients >= 0.
 
     Prefill of `n` tokens, with `p` of them cached, takes `a(n-p) + b(n^2-p^2) + c`, with `c` once for every step of the
-    prefill. A decode step takes `d0 + d1*batch + d2*context`. A step that does both takes the sum, with `c` instead of
-    `d0`. The form is the same as in DistServe and Mooncake (polynomial in the length), with the cached prefix
-    subtracted in both terms.
+    prefill. A decode step takes `d0 + d1*batch + d2*context`. A step that does both takes `a(n-p) + b(n^2-p^2) + m0 +
+    m1*batch + m2*context`. Where such steps were not measured they count as the sum, with `c` instead of `d0`: `m0`,
+    `m1` and `m2` are `c`, `d1` and `d2`. The form is the same as in DistServe and Mooncake (polynomial in the length),
+    with the cached prefix subtracted in both terms.
     """
 
     a: float
@@ -69,6 +83,8 @@ class CostModel:
     """The most prompt tokens in a step; 0: a prefill is never cut."""
     known: bool = True
     """If False, costs are token counts at an assumed or average rate."""
+    mixed: MixedCosts | None = None
+    """Steps that do both; None: they were not measured."""
     error: float | None = None
     """Mean of |predicted - measured| / measured over prefill steps that were not fitted; None if there are none."""
 
@@ -77,6 +93,9 @@ class CostModel:
         """What is wrong with a coefficient that came from a file or an engine; empty: nothing."""
         for name in ("a", "b", "c", "d0", "d1", "d2", "chunk_tokens"):
             if not 0 <= (value := getattr(self, name)) <= _MOST:
+                return f"{name} is {value}, must be from 0 to {_MOST:g}"
+        for name in ("m0", "m1", "m2") if self.mixed else ():
+            if not 0 <= (value := getattr(self.mixed, name)) <= _MOST:
                 return f"{name} is {value}, must be from 0 to {_MOST:g}"
         return ""
 
@@ -123,11 +142,15 @@ class CostModel:
 
     def step_s(self, load: StepLoad) -> float:
         """Time of one engine step."""
-        base = self.c if load.tokens else self.d0
+        mixed = self.mixed if load.tokens and load.batch else None
+        if mixed is not None:
+            fixed_s, each_s, context_s = mixed.m0, mixed.m1, mixed.m2
+        else:
+            fixed_s, each_s, context_s = self.c if load.tokens else self.d0, self.d1, self.d2
         return (
-            base
+            fixed_s
             + self.a * load.tokens
             + self.b * load.pairs
-            + self.d1 * load.batch
-            + self.d2 * load.context
+            + each_s * load.batch
+            + context_s * load.context
         )

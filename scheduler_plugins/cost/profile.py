@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from scheduler_plugins.cost.engine_profile import EngineProfile, Errors
 from scheduler_plugins.cost.equations import COEFFICIENTS, features, from_coefficients
-from scheduler_plugins.cost.model import CostModel, StepLoad
+from scheduler_plugins.cost.model import CostModel, MixedCosts, StepLoad
 from scheduler_plugins.cost.nnls import Floats, nnls
 
 HELD_OUT_EVERY = 5
@@ -19,6 +21,7 @@ HELD_OUT_EVERY = 5
 FEWEST = 20
 _PREFILL_STEPS = 2
 """Index of `c` among the coefficients."""
+_BARE_EXPONENT = re.compile(r"(?<=[\s\[,])(-?\d+)e")
 
 
 class ProfileError(ValueError):
@@ -34,7 +37,7 @@ class Measurement:
 
 
 def loads(longest_tokens: int, page_size: int, most_batch: int) -> list[StepLoad]:
-    """The steps a profile should time: 11 lengths x 3 cached shares, then 6 batches x 7 contexts.
+    """The steps of one kind that a profile should time: 11 lengths x 3 cached shares, then 6 batches x 7 contexts.
 
     Args:
         longest_tokens: longest prompt; further lengths fall by a factor of 1.5.
@@ -53,18 +56,42 @@ def loads(longest_tokens: int, page_size: int, most_batch: int) -> list[StepLoad
     return list(steps)
 
 
+def mixed_loads(longest_tokens: int, most_batch: int, chunk_tokens: int) -> list[StepLoad]:
+    """The steps with both prompt tokens and decoding sequences that a profile should time: 3 batches x 2 contexts x 4 prompts.
+
+    Args:
+        longest_tokens: longest context, and longest prompt.
+        most_batch: largest number of sequences that decode.
+        chunk_tokens: most tokens of a step, decoding sequences included; 0: prompts are not cut. No prompt is longer than
+            what such a step has left.
+    """
+    steps: dict[StepLoad, None] = {}
+    for batch in sorted({max(1, most_batch // 4**k) for k in range(3)}):
+        most = min(longest_tokens, chunk_tokens - batch) if chunk_tokens else longest_tokens
+        for context in sorted({max(1, longest_tokens // 4**k) for k in range(1, 3)}):
+            for tokens in sorted({max(2, most // 2**k) for k in range(4)}) if most > 1 else ():
+                steps[StepLoad(tokens, tokens**2, batch, batch * context)] = None
+    return list(steps)
+
+
 def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
     """Fit four fifths of the measurements; `error` is the mean relative error on the other fifth.
 
     Relative errors are fitted, so that short steps count as much as long ones.
 
     Args:
-        measured: steps, or whole prefills.
+        measured: steps, or whole prefills. Steps with both prompt tokens and decoding sequences give `mixed`; it is None
+            without any.
         chunk_tokens: most prompt tokens in a step. Longer prefills were cut into such steps. 0: no prefill was cut.
 
     Raises:
         ProfileError: there are fewer than 20 measurements, a duration is not positive, or no measurement has prefill.
     """
+    return fitted(measured, chunk_tokens)[0]
+
+
+def fitted(measured: Sequence[Measurement], chunk_tokens: int = 0) -> tuple[CostModel, Errors]:
+    """`fit`, and the mean relative errors of each kind of step on what was not fitted."""
     if len(measured) < FEWEST:
         raise ProfileError(
             f"{len(measured)} measurements: at least {FEWEST} are needed; longer prompts, larger batches or more "
@@ -75,44 +102,74 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
             raise ProfileError(f"{measurement}: the duration must be a number of seconds > 0")
     # Ordered by duration, so every range of durations is both fitted and held out.
     ordered = sorted(
-        measured, key=lambda measurement: (measurement.load.tokens > 0, measurement.duration_s)
+        measured, key=lambda measurement: (_kind(measurement.load), measurement.duration_s)
     )
     held_out = ordered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
-    fitted = [
+    rest = [
         measurement
         for n, measurement in enumerate(ordered)
         if n % HELD_OUT_EVERY != HELD_OUT_EVERY // 2
     ]
-    if not any(measurement.load.tokens for measurement in fitted):
+    if not any(measurement.load.tokens for measurement in rest):
         raise ProfileError("no measurement contains a prefill: measure some prompts, too")
-    rows = np.stack([_row(measurement, chunk_tokens) for measurement in fitted])
+    rows = np.stack([_row(measurement, chunk_tokens) for measurement in rest])
     values = nnls(rows.T @ rows, rows.sum(axis=0))
-    assert len(values) == COEFFICIENTS
-    missed = [abs(float(_row(measurement, chunk_tokens) @ values) - 1) for measurement in held_out]
-    return from_coefficients(values, chunk_tokens, sum(missed) / len(missed))
+    missed: dict[str, list[float]] = {"decode": [], "mixed": [], "prefill": []}
+    for measurement in held_out:
+        error = abs(float(_row(measurement, chunk_tokens) @ values) - 1)
+        missed[_kind(measurement.load)].append(error)
+    model = from_coefficients(
+        values[:COEFFICIENTS],
+        chunk_tokens,
+        _mean([error for errors in missed.values() for error in errors]),
+    )
+    if any(_kind(measurement.load) == "mixed" for measurement in rest):
+        m0, m1, m2 = (float(value) for value in values[COEFFICIENTS:])
+        model = replace(model, mixed=MixedCosts(m0=m0, m1=m1, m2=m2))
+    return model, Errors(**{kind: _mean(errors) for kind, errors in missed.items()})
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _kind(load: StepLoad) -> str:
+    if not load.tokens:
+        return "decode"
+    return "mixed" if load.batch else "prefill"
 
 
 def _row(measurement: Measurement, chunk_tokens: int) -> Floats:
-    """The equation of a measurement: `row @ coefficients` should be 1."""
-    row: Floats = features([measurement.load])[0]
-    if chunk_tokens:
-        row[_PREFILL_STEPS] = -(-measurement.load.tokens // chunk_tokens)
+    """The equation of a measurement: `row @ coefficients` should be 1. The coefficients are those of `features`, then
+    `m0, m1, m2`; float64 `[9]`."""
+    load = measurement.load
+    row: Floats = np.concatenate([features([load])[0], np.zeros(3)])
+    if load.tokens and load.batch:
+        row[_PREFILL_STEPS:COEFFICIENTS] = 0.0
+        row[COEFFICIENTS:] = 1.0, load.batch, load.context
+    elif chunk_tokens:
+        row[_PREFILL_STEPS] = -(-load.tokens // chunk_tokens)
     return row / measurement.duration_s
 
 
-def save(path: Path, model: CostModel) -> None:
-    """Write a model as JSON."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(model)) + b"\n")
+def save(path: Path, model: CostModel | EngineProfile) -> None:
+    """Write a model, or the profile of a whole engine, as JSON that YAML's readers read, too."""
+    text = msgspec.json.format(msgspec.json.encode(model)).decode()
+    # YAML takes 3e-05 for a word, and 3.0e-05 for a number.
+    path.write_text(_BARE_EXPONENT.sub(r"\1.0e", text) + "\n")
 
 
 def load(path: Path) -> CostModel:
-    """Read a model that `save` wrote.
+    """Read the costs that `save` wrote: a model, or those of a profile.
 
     Raises:
         ProfileError: the file cannot be read, or a coefficient is negative.
     """
     try:
-        model = msgspec.json.decode(path.read_bytes(), type=CostModel)
+        found = msgspec.json.decode(path.read_bytes())
+        if isinstance(found, dict) and "costs" in found:
+            found = found["costs"]
+        model = msgspec.convert(found, CostModel)
     except (OSError, msgspec.MsgspecError) as error:
         raise ProfileError(
             f"{path}: not a cost model ({error}); `pd-connector profile` measures a new one"

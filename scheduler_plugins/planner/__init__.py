@@ -10,4 +10,5 @@
 | `search`, `colocated`, `papers/` | our search, engines that do both, and the searches of papers |
 | `plan` | all searches, and which fleet is recommended |
 | `files`, `page`, `command` | what is written: files, a page, a table |
+| `folder` | whether the files of a folder still belong together |
 """

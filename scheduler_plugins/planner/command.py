@@ -49,9 +49,13 @@ def plan(**options: Any) -> None:
     try:
         made, name = _made(given, console)
         if given.out:
-            values, problem = files.chart_values(files.engines_of(made), name)
-            left_out = [f"values.yaml: {problem}"] if problem else []
-            files.write(made, given.out, name, values, page(made, _trace_name(given), left_out))
+            engines = files.engines_of(made)
+            values, problem = files.chart_values(engines, name)
+            compose, its = files.compose_services(made, engines, name)
+            left_out = [f"{files.VALUES}: {problem}"] if problem else []
+            left_out += [f"{files.COMPOSE}: {its}"] if its else []
+            text = page(made, _trace_name(given), left_out)
+            files.write(made, given.out, name, text, values=values, compose=compose)
     except (PDConnectorError, ValueError) as error:
         print(f"not planned: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from None

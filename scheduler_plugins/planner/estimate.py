@@ -41,6 +41,7 @@ class Model(NamedTuple):
     kv_bytes_per_token: float
     context: int  # longest; 0: the config does not say
     weight_bytes: float
+    kv_value_bytes: float = 2.0  # of one value of KV, unless the engine is told another dtype
 
 
 def read_model(path: Path) -> Model:
@@ -114,6 +115,7 @@ def _sized(config: dict[str, Any], path: Path) -> Model:
         kv_bytes_per_token=layers * kv_values * min(2, BYTES[dtype]),
         context=int(size("max_position_embeddings", default=0)),
         weight_bytes=parameters * (1 if quantised else BYTES[dtype]),
+        kv_value_bytes=min(2, BYTES[dtype]),
     )
 
 

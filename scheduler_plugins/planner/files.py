@@ -21,7 +21,8 @@ from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.simulate import CHUNK_TOKENS
 
 FIRST_PORT = 8100
-_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+PAGE, ROUTER, VALUES, COMPOSE = "plan.md", "router.yaml", "values.yaml", "compose.yaml"
+ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 _SCHEDULER = "scheduler_plugins.vllm.PrefixAwareScheduler"
 Values = dict[str, object] | None
 
@@ -38,21 +39,24 @@ class Engine(NamedTuple):
 
     def command(self, model: str, apart: bool) -> str:
         """The line that starts it. `apart`: other engines are on other nodes."""
-        words = ["vllm", "serve", model]
-        if apart:
-            words += ["--host", "0.0.0.0"]
+        words = ["vllm", "serve", model, *self.options(apart)]
+        return f"CUDA_VISIBLE_DEVICES={','.join(map(str, self.gpus))} {shlex.join(words)}"
+
+    def options(self, apart: bool) -> list[str]:
+        """What it is told besides its model."""
+        words = ["--host", "0.0.0.0"] if apart else []
         words += ["--port", str(self.port), "--tensor-parallel-size", str(len(self.gpus))]
         words += ["--max-num-batched-tokens", str(self.chunk_tokens)]
         words += ["--scheduler-cls", _SCHEDULER]
         if not self.alone:
             transfer: dict[str, object] = {
                 "kv_connector": "PDConnector",
-                "kv_role": _ROLES[self.role],
+                "kv_role": ROLES[self.role],
             }
             if apart:
                 transfer["kv_connector_extra_config"] = {"host": self.node}
             words += ["--kv-transfer-config", msgspec.json.encode(transfer).decode()]
-        return f"CUDA_VISIBLE_DEVICES={','.join(map(str, self.gpus))} {shlex.join(words)}"
+        return words
 
 
 def engines_of(plan: Plan) -> list[Engine]:
@@ -126,17 +130,27 @@ def fleet_name(n: int) -> str:
     return "fleet.yaml" if n == 0 else f"fleets/{n}.yaml"
 
 
-def write(plan: Plan, folder: Path, model: str, values: Values, page: str) -> None:
+def write(
+    plan: Plan, folder: Path, model: str, page: str, *, values: Values, compose: Values
+) -> None:
     """Write the files.
 
     Args:
         values: of the chart; None: it cannot start the fleet.
+        compose: services for the compose file; None: it cannot start the fleet.
 
     Raises:
         PDConnectorError: the folder cannot be written.
     """
     try:
         (folder / "fleets").mkdir(parents=True, exist_ok=True)
+        if (folder / PAGE).exists():  # another plan
+            for old in (
+                *folder.glob("fleets/*.yaml"),
+                *folder.glob("start-*.sh"),
+                *(folder / name for name in (VALUES, COMPOSE)),
+            ):
+                old.unlink(missing_ok=True)
         for n, row in enumerate(plan.rows):
             (folder / fleet_name(n)).write_bytes(
                 msgspec.yaml.encode(fleet_file(row.candidate.fleet))
@@ -146,10 +160,11 @@ def write(plan: Plan, folder: Path, model: str, values: Values, page: str) -> No
             path = folder / name
             path.write_text(text)
             path.chmod(0o755)
-        (folder / "router.yaml").write_bytes(_router(plan, engines))
-        if values is not None:
-            (folder / "values.yaml").write_bytes(msgspec.yaml.encode(values))
-        (folder / "plan.md").write_text(page)
+        (folder / ROUTER).write_bytes(_router(plan, engines))
+        for name, content in ((VALUES, values), (COMPOSE, compose)):
+            if content is not None:
+                (folder / name).write_bytes(msgspec.yaml.encode(content))
+        (folder / PAGE).write_text(page)
     except OSError as error:
         raise PDConnectorError(
             f"{folder}: cannot be written ({error.strerror}); name another --out"
@@ -203,3 +218,52 @@ def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
             "args": ["--max-num-batched-tokens", str(chunk), "--scheduler-cls", _SCHEDULER],
         }
     return values, ""
+
+
+def compose_services(plan: Plan, engines: list[Engine], model: str) -> tuple[Values, str]:
+    """What is laid over our compose file (`docker compose -f examples/deploy/compose.yaml -f compose.yaml up`), or why it
+    cannot start this fleet.
+
+    The file's own two engines stand aside. Engines are like them, but for their command and GPUs.
+    """
+    if len({engine.node for engine in engines}) > 1:
+        return None, "our compose file is for one host; this fleet has several nodes"
+    unused = {"profiles": ["unused"]}
+    services = dict[str, object](prefill=unused, decode=unused)
+    volumes = ["${HF_HOME:-~/.cache/huggingface}:/root/.cache/huggingface"]
+    if Path(model).is_absolute():
+        volumes.append(_plain(f"{model}:{model}:ro"))
+    for engine in engines:
+        role = "engine" if engine.alone else str(engine.role)
+        device = {
+            "driver": "nvidia",
+            "device_ids": [str(gpu) for gpu in engine.gpus],
+            "capabilities": ["gpu"],
+        }
+        services[f"{role}-{engine.port}"] = {
+            **_LIKE_OURS,
+            "environment": ["HF_TOKEN"],
+            "volumes": volumes,
+            "entrypoint": ["vllm", "serve", _plain(model)],
+            "command": [_plain(word) for word in ("--host", "127.0.0.1", *engine.options(False))],
+            "deploy": {"resources": {"reservations": {"devices": [device]}}},
+        }
+    urls = [
+        word
+        for engine in engines
+        for word in (
+            "--engine" if engine.alone else f"--{engine.role}",
+            f"http://127.0.0.1:{engine.port}",
+        )
+    ]
+    services["router"] = {"command": [*urls, "--policy", plan.policy or DEFAULT, "--port", "8000"]}
+    return {"services": services}, ""
+
+
+_LIKE_OURS = {"image": "vllm-pd-connector", "ipc": "host", "pid": "host", "network_mode": "host"}
+"""What engines of our compose file have."""
+
+
+def _plain(text: str) -> str:
+    """A text in which compose replaces no variable."""
+    return text.replace("$", "$$")

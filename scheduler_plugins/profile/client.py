@@ -54,6 +54,8 @@ class EngineClient:
         self.model = model
         self.longest_tokens = longest
         """The most tokens of a prompt and its answer together."""
+        self.root = model
+        """Where the engine found the model: a folder, or a name."""
         self._session = session
 
     async def complete(
@@ -148,6 +150,7 @@ async def connect(url: str, api_key: str | None = None) -> AsyncIterator[EngineC
         try:
             first = served["data"][0]
             client.model = str(first["id"])
+            client.root = str(first.get("root") or client.model)
             client.longest_tokens = int(first["max_model_len"])
         except (KeyError, IndexError, TypeError, ValueError):
             raise AskError(f"{url}/v1/models: does not answer as vLLM does: {served}") from None

@@ -19,7 +19,9 @@ from pd_connector.tools.missing import what_to_install
 from pd_connector.tools.output import checked
 
 if TYPE_CHECKING:
+    from pd_connector.tools.launch.client import Samples
     from scheduler_plugins.cost.profile import Measurement
+    from scheduler_plugins.profile.facts import Facts
     from scheduler_plugins.profile.measure import Profile, Wanted
 
 FAILED = 2
@@ -30,8 +32,8 @@ _SHOWN = 8
 
 def profile(
     url: Annotated[str, typer.Option(help="Base URL of the engine: http://127.0.0.1:8000")],
-    out: Annotated[Path, typer.Option(help="File for the cost model.", callback=checked)] = Path(
-        "cost-model.json"
+    out: Annotated[Path, typer.Option(help="File for the profile.", callback=checked)] = Path(
+        "profile.json"
     ),
     longest_tokens: Annotated[
         int,
@@ -49,15 +51,34 @@ def profile(
             help="The engine's --max-num-batched-tokens. 0: the engine computes each prompt in one step.",
         ),
     ] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prefill.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Repetitions of each prefill and mixed step.")
+    ] = 3,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="The model's folder or config.json. By default the folder that the engine names, if it is here."
+        ),
+    ] = "",
+    gpus: Annotated[
+        int, typer.Option(min=1, help="GPUs of the engine: its --tensor-parallel-size.")
+    ] = 1,
+    start_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds of the engine's start. By default /metrics says.",
+            show_default=False,
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="VLLM_API_KEY", help="API key of the engine.", show_default=False),
     ] = None,
 ) -> None:
-    """Time prefills and decode steps of a running vLLM from outside, and fit the cost model.
+    """Time prefills, decode steps and steps with both on a running vLLM from outside, and fit the cost model.
 
-    The engine must have no other traffic. The scheduler loads the file by
+    The engine must have no other traffic. `pd-router plan` reads the file (devices: profiles), the scheduler by
     --additional-config '{"pd_cost_model": "FILE"}'. Exit code 2 when nothing could be measured.
     """
     stderr = Console(stderr=True)
@@ -66,20 +87,32 @@ def profile(
             stderr.print(f"{module} is not installed: {what_to_install(module)}", markup=False)
             raise typer.Exit(FAILED)
     from scheduler_plugins.cost.profile import ProfileError, save
+    from scheduler_plugins.profile.facts import facts
     from scheduler_plugins.profile.measure import Wanted
 
     plan = Wanted(longest_tokens, most_batch, repeats, chunk_tokens)
     try:
-        measured = asyncio.run(_measure(url, api_key, plan, stderr))
-        save(out, measured.model)
+        measured, samples, root = asyncio.run(_measure(url, api_key, plan, stderr))
+        known = facts(
+            measured.model,
+            measured.errors,
+            samples,
+            model=model or root,
+            gpus=gpus,
+            start_s=start_s,
+        )
+        save(out, known.profile)
     except (PDConnectorError, ProfileError, OSError) as error:
         said = f"not measured: {error}"
         stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
-    _show(measured, out, Console())
+    _show(measured, known, out, Console())
 
 
-async def _measure(url: str, api_key: str | None, plan: Wanted, console: Console) -> Profile:
+async def _measure(
+    url: str, api_key: str | None, plan: Wanted, console: Console
+) -> tuple[Profile, Samples, str]:
+    """What was measured, the engine's `/metrics`, and where it found its model."""
     from dataclasses import replace
 
     from scheduler_plugins.profile.client import connect
@@ -94,10 +127,11 @@ async def _measure(url: str, api_key: str | None, plan: Wanted, console: Console
             def say(done: int, total: int, what: str) -> None:
                 progress.update(task, completed=done, total=total, description=what)
 
-            return await measure(client, replace(plan, longest_tokens=fits), say)
+            measured = await measure(client, replace(plan, longest_tokens=fits), say)
+            return measured, await client.metrics(), client.root
 
 
-def _show(measured: Profile, out: Path, console: Console) -> None:
+def _show(measured: Profile, known: Facts, out: Path, console: Console) -> None:
     model = measured.model
     console.print(_table(measured.measured, measured))
     console.print(
@@ -107,6 +141,22 @@ def _show(measured: Profile, out: Path, console: Console) -> None:
         f"{model.d2 * 1e9:.3g} ns a token of context",
         highlight=False,
     )
+    if mixed := model.mixed:
+        console.print(
+            f"step with both: {mixed.m0 * 1e3:.3g} ms + {mixed.m1 * 1e3:.3g} ms a sequence + {mixed.m2 * 1e9:.3g} ns a "
+            "token of context + its prompt tokens as above",
+            highlight=False,
+        )
+    else:
+        console.print("steps with both were not measured: they count as the sum", highlight=False)
+    profile = known.profile
+    console.print(
+        f"room for {profile.kv_tokens:,.0f} tokens, {profile.kv_bytes_per_token:,.0f} bytes a token, start "
+        f"{profile.start_s:g} s, {profile.gpus} GPU",
+        highlight=False,
+    )
+    for reason in known.unknown:
+        console.print(f"not known: {reason}", highlight=False, markup=False, soft_wrap=True)
     for reason in measured.left_out:
         console.print(f"left out: {reason}", highlight=False, markup=False)
     if not measured.engine.caches:
@@ -115,7 +165,14 @@ def _show(measured: Profile, out: Path, console: Console) -> None:
         )
     error = model.error or 0.0
     style = "red" if error > DOUBTFUL else "green"
-    console.print(f"mean error on measurements that were not fitted: [{style}]{error:.1%}[/]")
+    by_kind = ", ".join(
+        f"{kind} {part:.1%}"
+        for kind in ("prefill", "decode", "mixed")
+        if (part := getattr(measured.errors, kind)) is not None
+    )
+    console.print(
+        f"mean error on measurements that were not fitted: [{style}]{error:.1%}[/] ({by_kind})"
+    )
     if error > DOUBTFUL:
         console.print("too large to order requests by: measure again while the machine is idle")
     console.print(f"written: {out}", highlight=False, soft_wrap=True, markup=False)
@@ -126,12 +183,13 @@ def _table(measured: Sequence[Measurement], fitted: Profile) -> Table:
     table = Table("what", "measured ms", "model ms", "off", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
-    for decode in (False, True):
-        kind = [measurement for measurement in measured if (measurement.load.batch > 0) is decode]
-        for measurement in kind[:: max(1, len(kind) // _SHOWN)]:
+    for kind in ((True, False), (False, True), (True, True)):
+        some = [it for it in measured if (it.load.tokens > 0, it.load.batch > 0) == kind]
+        for measurement in some[:: max(1, len(some) // _SHOWN)]:
             load = measurement.load
-            if decode:
+            if load.batch:
                 what = f"decode {load.batch} x {load.context // load.batch:,}"
+                what += f" and {load.tokens:,} of a prompt" if load.tokens else ""
                 wanted_s = fitted.model.step_s(load)
             else:
                 length = (load.pairs // load.tokens + load.tokens) // 2

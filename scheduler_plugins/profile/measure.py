@@ -2,7 +2,8 @@
 """A cost model of a running engine, measured from outside: `pd-connector profile`.
 
 Prefills are timed by requests for one token, from sending to that token. So the time per step, `c`, includes HTTP and
-tokenizing. Decode steps are the times between the tokens of streams.
+tokenizing. Decode steps are the times between the tokens of streams. A step with both is the time between the tokens of
+streams while a new prompt is computed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from random import Random
 from typing import NamedTuple
 
 from pd_connector.tools.launch.client import Samples
+from scheduler_plugins.cost.engine_profile import Errors
 from scheduler_plugins.cost.model import CostModel, StepLoad
-from scheduler_plugins.cost.profile import Measurement, fit, loads
+from scheduler_plugins.cost.profile import Measurement, fitted, loads, mixed_loads
 from scheduler_plugins.profile.client import AskError, EngineClient, Timed
 
 DECODED = 24
 """Tokens of each stream of a decode measurement."""
+STEPS_A_PROMPT, STEPS_BEFORE = 8, 6
+"""Tokens of each stream of a measurement of mixed steps: for each prompt, and before the first one."""
+ONE_STEP = 0.6
+"""A prompt whose step took less than this part of the time to its first token was cut into several steps."""
 FEWEST_GAPS = 4
 OUTLIERS = 16
 """Divisor: this part of the times between tokens is left out on either side, such as a pause or a first compilation."""
@@ -58,6 +64,7 @@ class Profile(NamedTuple):
     measured: list[Measurement]
     engine: Engine
     left_out: list[str]  # reasons why some loads could not be measured
+    errors: Errors = Errors()
 
 
 class Steps(NamedTuple):
@@ -75,7 +82,8 @@ async def measure(client: EngineClient, plan: Wanted, say: Say, seed: int = 0) -
         AskError: the engine is busy or does not answer; ProfileError: nothing can be fitted.
     """
     measured = await time_steps(client, plan, say, seed)
-    return Profile(fit(measured.measured, plan.chunk_tokens), *measured)
+    model, errors = fitted(measured.measured, plan.chunk_tokens)
+    return Profile(model, *measured, errors)
 
 
 async def time_steps(
@@ -94,10 +102,12 @@ async def time_steps(
     prober = Prober(client, await client.pool(), Random(seed))
     engine = await prober.look(plan.longest_tokens)
     steps = loads(plan.longest_tokens, engine.page_size, plan.most_batch)
+    steps += mixed_loads(plan.longest_tokens, plan.most_batch, plan.chunk_tokens)
     steps = [step for step in steps if only(step)]
     lengths = _prefills(steps, engine)
     batches = _decodes(steps)
-    total = len(lengths) * plan.repeats + len(batches)
+    beside = _mixed(steps)
+    total = len(lengths) * plan.repeats + len(batches) + len(beside) * plan.repeats
     measured, left_out, done = list[Measurement](), list[str](), 0
     for tokens, cached in lengths.items():
         for _ in range(plan.repeats):
@@ -108,8 +118,13 @@ async def time_steps(
         say(done, total, f"decode at {context:,} tokens of context")
         decodes, why = await prober.decodes(context, sizes, engine)
         measured, left_out, done = measured + decodes, left_out + why, done + 1
+    for (batch, context), prompts in beside.items():
+        for _ in range(plan.repeats):
+            say(done, total, f"prompts beside {batch} x {context:,} tokens")
+            both, why = await prober.mixed(batch, context, prompts, engine)
+            measured, left_out, done = measured + both, left_out + why, done + 1
     say(total, total, "fitting")
-    return Steps(_medians(measured), engine, left_out)
+    return Steps(_medians(measured), engine, list(dict.fromkeys(left_out)))
 
 
 class Prober:
@@ -168,6 +183,50 @@ class Prober:
             measurements.append(Measurement(load, step_s(gaps)))
         return measurements, left_out
 
+    async def mixed(
+        self, batch: int, context: int, prompts: Sequence[int], engine: Engine
+    ) -> tuple[list[Measurement], list[str]]:
+        """Time the steps that compute new prompts of `prompts` tokens, one after another, while `batch` streams decode
+        at about `context` tokens. Also return what could not be measured."""
+        decoded = STEPS_BEFORE + STEPS_A_PROMPT * len(prompts)
+        name = f"prompts beside {batch} x {context:,} tokens"
+        used = batch * (context + decoded) + sum(prompts)
+        if engine.cache_tokens and used > _ROOM * engine.cache_tokens:
+            return [], [f"{name}: do not fit into the engine's cache"]
+        before = [self._prompt(context) for _ in range(batch)]
+        await asyncio.gather(*(self._ask(prompt, 1) for prompt in before))
+        streams = [asyncio.ensure_future(self._ask(prompt, decoded)) for prompt in before]
+        try:
+            computed = await self._beside(streams, prompts)
+            answers = await asyncio.gather(*streams)
+        finally:
+            for stream in streams:
+                stream.cancel()
+        measurements, left_out = list[Measurement](), list[str]()
+        for tokens, answer in computed:
+            load, duration_s = mixed_step(tokens, answer, answers, context)
+            if load is None:
+                left_out.append(f"{name}: the streams ended before {tokens:,} tokens were computed")
+            elif duration_s < ONE_STEP * (answer.ttft_s - duration_s):
+                left_out.append(
+                    f"{name}: {tokens:,} tokens took longer than one step; give the engine's --max-num-batched-tokens as --chunk-tokens, or measure while the machine is idle"
+                )
+            else:
+                measurements.append(Measurement(load, duration_s))
+        return measurements, left_out
+
+    async def _beside(
+        self, streams: Sequence[asyncio.Future[Timed]], prompts: Sequence[int]
+    ) -> list[tuple[int, Timed]]:
+        """Send new prompts one after another, until all are computed or a stream has ended."""
+        computed = list[tuple[int, Timed]]()
+        await self._ask(self._prompt(1), STEPS_BEFORE)  # all streams decode by then
+        for tokens in prompts:
+            if any(stream.done() for stream in streams):
+                break
+            computed.append((tokens, await self._ask(self._prompt(tokens), 1)))
+        return computed
+
     def _prompt(self, tokens: int) -> list[int]:
         return self._random.choices(self._pool, k=tokens)
 
@@ -188,7 +247,7 @@ def _prefills(steps: Sequence[StepLoad], engine: Engine) -> dict[int, list[int]]
     """The cached tokens to try for each length."""
     lengths: dict[int, list[int]] = {}
     for load in steps:
-        if load.tokens:
+        if load.tokens and not load.batch:
             both = load.pairs // load.tokens  # length + cached
             length, cached = (both + load.tokens) // 2, (both - load.tokens) // 2
             lengths.setdefault(length, [])
@@ -200,9 +259,42 @@ def _decodes(steps: Sequence[StepLoad]) -> dict[int, list[int]]:
     """The batches to try for each context."""
     contexts: dict[int, list[int]] = {}
     for load in steps:
-        if load.batch:
+        if load.batch and not load.tokens:
             contexts.setdefault(load.context // load.batch, []).append(load.batch)
     return {context: sorted(set(batches)) for context, batches in sorted(contexts.items())}
+
+
+def _mixed(steps: Sequence[StepLoad]) -> dict[tuple[int, int], list[int]]:
+    """The prompts to try for each batch and context."""
+    beside: dict[tuple[int, int], list[int]] = {}
+    for load in steps:
+        if load.batch and load.tokens:
+            beside.setdefault((load.batch, load.context // load.batch), []).append(load.tokens)
+    return beside
+
+
+def mixed_step(
+    tokens: int, prompt: Timed, streams: Sequence[Timed], context: int
+) -> tuple[StepLoad | None, float]:
+    """The step in which a prompt of `tokens` tokens got its first token, and its duration in seconds: the median over the
+    streams of the time between the two tokens of which the second came with the prompt's. None: a stream did not decode
+    then.
+
+    Args:
+        context: tokens of each stream's prompt.
+    """
+    gaps, decoded, at_s = list[float](), 0, prompt.token_s[0]
+    for stream in streams:
+        times = stream.token_s
+        n = min(range(len(times)), key=lambda n: abs(times[n] - at_s))
+        if not (prompt.sent_s > times[0] and n > 0 and times[-1] > at_s):
+            return None, 0.0
+        # Tokens that came together have one time; the step began at the one before.
+        earlier = [time_s for time_s in times[:n] if time_s < times[n]]
+        gaps.append(times[n] - earlier[-1])
+        decoded += n
+    load = StepLoad(tokens, tokens**2, len(streams), len(streams) * context + decoded)
+    return load, statistics.median(gaps)
 
 
 def _gaps(answers: Sequence[Timed]) -> list[float]:

@@ -201,6 +201,7 @@ def test_flash_attentions_pages_are_read_in_either_layout(layout: Any) -> None:
     heads, kv_heads, dim, page = 6, 2, 64, 16
     impl = PagedFlashImpl.__new__(PagedFlashImpl)
     impl.num_heads, impl.head_size, impl.scale = heads, dim, dim**-0.5
+    impl.sinks = None
     impl.decodes_with(None, None, None, "auto")
     kv = torch.randn(4, kv_heads, page, 2 * dim)
     cache = kv
@@ -225,6 +226,7 @@ def test_flash_attentions_pages_are_read_in_either_layout(layout: Any) -> None:
 def test_queries_in_fp8_are_scaled_back() -> None:
     impl = PagedFlashImpl.__new__(PagedFlashImpl)
     impl.num_heads, impl.head_size, impl.scale = 2, 64, 1.0
+    impl.sinks = None
     impl.decodes_with(None, None, None, "fp8")
     layer = mock.Mock(_q_scale=torch.tensor(0.5), _k_scale_float=2.0, _v_scale_float=4.0)
     query = torch.ones(1, 2, 64).to(paged_backend.FP8)

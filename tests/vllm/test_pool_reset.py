@@ -106,5 +106,5 @@ def test_chunks_that_were_being_saved_are_from_before(make: Make) -> None:
     reset(engine)
     looks = engine.side.pool._looks
     looks._thread.submit(lambda: None).result()
-    assert b"a key" in looks._reset
+    assert b"a key" in looks._before_reset
     saves._saved.clear()

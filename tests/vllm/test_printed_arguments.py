@@ -2,11 +2,14 @@
 """The commands that documents print for vLLM are ones that vLLM takes, and that `pd-connector check` finds right."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm.entrypoints.launchers.cli_args", reason="no vLLM of 0.32")
 
+from plan_cases import inputs, written
 from support.printed import PAGES, Block, blocks, commands, words
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -16,6 +19,8 @@ from pd_connector.config import KEY_VARIABLE
 from pd_connector.control.keys import new_key
 from pd_connector.tools.cli.check import examine
 from pd_connector.tools.cli.checks.finding import Status
+from scheduler_plugins.planner.mix import mix_of
+from scheduler_plugins.router.policies.base import Role
 
 ENGINES = [
     (block, command)
@@ -52,3 +57,17 @@ def test_vllm_takes_a_printed_command(block: Block, command: str) -> None:
         assert json.loads(config)
         found = examine(config, {KEY_VARIABLE: new_key()}).findings
         assert not [one for one in found if one.status is Status.FAIL], block.page
+
+
+@pytest.mark.parametrize("roles", [(Role.PREFILL, Role.DECODE), (Role.WHOLE, Role.WHOLE)])
+def test_vllm_takes_every_option_of_a_plan(tmp_path: Path, roles: tuple[Role, Role]) -> None:
+    mix = mix_of({("H100-tp1", roles[0]): 2, ("A100-tp2", roles[1]): 1})
+    parser, lines = make_arg_parser(FlexibleArgumentParser()), 0
+    for script in written(inputs(tmp_path), mix).glob("start-*.sh"):
+        for line in script.read_text().splitlines():
+            if "vllm serve" in line:
+                taken = parser.parse_args(shlex.split(line.removesuffix(" &"))[3:])
+                assert resolve_obj_by_qualname(taken.scheduler_cls)
+                assert (taken.kv_transfer_config is None) is (roles[0] is Role.WHOLE)
+                lines += 1
+    assert lines == 3

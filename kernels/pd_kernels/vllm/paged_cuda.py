@@ -43,10 +43,6 @@ class PagedFlash(FlashAttentionBackend):
         return attn_type == "decoder"
 
     @classmethod
-    def supports_sink(cls) -> bool:
-        return False
-
-    @classmethod
     def supports_mm_prefix(cls) -> bool:
         return False
 

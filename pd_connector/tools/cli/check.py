@@ -3,7 +3,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -13,9 +13,13 @@ from rich.console import Console
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
+from pd_connector.extensions import load_entry_points
 from pd_connector.tools.cli.checks import configs_together, transfer_config, written_configs
 from pd_connector.tools.cli.checks.finding import Finding, Status, show
 from pd_connector.tools.cli.checks.transfer_config import Drafting
+
+FOLDERS = "pd_connector.folders"
+"""Entry points: a function of a folder, which gives findings; None for a folder of another kind."""
 
 
 def check(
@@ -24,7 +28,7 @@ def check(
         typer.Argument(
             metavar="CONFIG...",
             help="The JSON of --kv-transfer-config, or a file that has it: JSON, values of a chart, manifests, a "
-            "compose file; `-` reads standard input.",
+            "compose file; or the folder of a plan, of which only mistakes are shown; `-` reads standard input.",
         ),
     ],
 ) -> None:
@@ -32,12 +36,21 @@ def check(
 
     Ends with status 1 if an engine would not start, or no KV could move.
     """
-    examined = [examine(config, os.environ) for config in configs]
+    examined = [
+        each
+        for config in configs
+        for each in (
+            _in_folder(Path(config), os.environ)
+            if _is_folder(config)
+            else [examine(config, os.environ)]
+        )
+    ]
     findings = [finding for each in examined for finding in each.findings]
     findings += configs_together.drafts_together(
         [engine for each in examined for engine in each.engines]
     )
-    show(findings, Console())
+    if findings:
+        show(findings, Console())
     if any(finding.status is Status.FAIL for finding in findings):
         raise typer.Exit(1)
 
@@ -51,6 +64,36 @@ class Examined(NamedTuple):
 
     findings: list[Finding]
     engines: list[Drafting]
+
+
+def _is_folder(config: str) -> bool:
+    try:
+        return Path(config).is_dir()
+    except (OSError, ValueError):  # JSON is no path
+        return False
+
+
+def _in_folder(folder: Path, environment: Mapping[str, str]) -> list[Examined]:
+    """What is wrong with a folder, and with the configs in its files."""
+    found = [extension.load()(folder) for extension in load_entry_points(FOLDERS).values()]
+    known = [finding for findings in found for finding in findings or ()]
+    if all(findings is None for findings in found):
+        advice = "give a file, or the folder that `pd-router plan --out` wrote"
+        known = [Finding(str(folder), "folder", Status.FAIL, "is no folder of a plan", advice)]
+    scripts = _examined(
+        [(str(path), path.read_text(errors="replace")) for path in sorted(folder.glob("*.sh"))],
+        environment,
+    )
+    files = [
+        examine(str(path), environment)
+        for path in sorted(folder.glob("*.yaml"))
+        if b"kv_connector" in path.read_bytes()
+    ]
+    wrong = [
+        part._replace(findings=[it for it in part.findings if it.status is not Status.OK])
+        for part in (scripts, *files)
+    ]
+    return [Examined(known, []), *wrong]
 
 
 def examine(config: str, environment: Mapping[str, str]) -> Examined:
@@ -72,8 +115,7 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
         finding = Finding(place, "file", Status.FAIL, f"cannot be read: {why}", advice)
         return Examined([finding], [])
     if not inline:
-        set_there = {KEY_VARIABLE: new_key(), HOST_VARIABLE: f"value-of-{HOST_VARIABLE}"}
-        environment = {name: value for name, value in set_there.items() if name in text}
+        environment = _set_in(text)
     if not configs:
         advice = (
             'engines need --kv-transfer-config \'{"kv_connector": "PDConnector", "kv_role": "kv_producer"}\'. '
@@ -88,6 +130,25 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
     if not inline and not text.lstrip().startswith("{"):
         findings += configs_together.reaches_others(text, configs)
     return Examined(findings, [engine for written in configs for engine in written.engines])
+
+
+def _examined(scripts: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> Examined:
+    """The engines of shell scripts, by name and text, that belong together."""
+    configs = [
+        written for place, text in scripts for written in written_configs.in_text(text, place)
+    ]
+    environment = {**environment, **_set_in("".join(text for _, text in scripts))}
+    findings = [
+        finding for written in configs for finding in transfer_config.check(written, environment)
+    ]
+    findings += configs_together.together(configs)
+    return Examined(findings, [engine for written in configs for engine in written.engines])
+
+
+def _set_in(text: str) -> dict[str, str]:
+    """The variables that a file sets, as far as configs need them."""
+    set_there = {KEY_VARIABLE: new_key(), HOST_VARIABLE: f"value-of-{HOST_VARIABLE}"}
+    return {name: value for name, value in set_there.items() if name in text}
 
 
 def _read(file: str) -> str:

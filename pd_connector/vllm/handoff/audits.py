@@ -58,7 +58,7 @@ class _Audit:
 
     @property
     def last(self) -> int:
-        """Tokens that are computed when the comparison begins: all wanted tokens, and one more."""
+        """Number of tokens that are computed when the comparison begins: all tokens to compare, and one more."""
         return self.fetch.tokens + 1
 
 
@@ -67,7 +67,7 @@ class Audits:
 
     Args:
         windows: of the engine's page tables.
-        states: which of them list states.
+        states: the page tables that list states.
         left: tokens at the end of a prompt that a producer leaves to this engine.
         ranks: number of ranks; each compares the KV that it holds.
     """
@@ -261,7 +261,7 @@ class Audits:
         return missing >= LEAST_TOKENS and not under_way and not early
 
     def _hold(self, request_id: str, audit: _Audit, computed: int) -> bool:
-        """Hold the states that will be compared, once a step computes them. Returns whether they are there.
+        """Take a reference to the pages of the states to compare, once a step computes them. Returns whether they exist.
 
         Args:
             computed: tokens of the request that this step will have computed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts that an engine computes for others: what their consumers are told, and when pages are kept for them."""
+"""The prompts that an engine computes for consumers: the offers of their KV, and how long their pages are kept."""
 
 import json
 from pathlib import Path
@@ -32,12 +32,11 @@ class Offers(Part):
 
     Args:
         windows: page sizes and windows of the engine's page tables.
-        states: which of them list states.
+        states: the page tables that list states.
         status: says whether a request's KV may be handed over.
-        model: that the ranks have loaded.
-        address: this engine's address, as proxies are told it.
+        model: the model that the ranks have loaded.
+        address: this engine's address, as proxies get it.
         streams: whether KV is sent while its prompt is computed.
-        answers: what this engine samples follows the whole prompt; no token of it is left to the consumer.
     """
 
     def __init__(
@@ -49,14 +48,13 @@ class Offers(Part):
         address: transfer_params.ProducerAddress,
         *,
         streams: bool,
-        answers: bool,
     ) -> None:
-        self._answers = answers
         self._status = status
         self.address = address
         self._model = model
         self._windows, self._states = windows, states
-        self._transfers: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
+        # By request: transfer, identity, and whether what it samples is the answer's first token.
+        self._transfers: dict[str, tuple[str, bytes, bool]] = {}
         self._describes: set[str] = set()
         # Requests whose states at a boundary will be kept for audits, and until when.
         self._keeps: dict[str, Request] = {}
@@ -89,9 +87,15 @@ class Offers(Part):
         """A request has come that only asks what this engine is, and for the addresses of its ranks."""
         self._describes.add(request.request_id)
 
-    def add(self, request: "Request", transfer: str, identity: bytes) -> Command:
-        """A request has come, and another engine wants its KV. Returns a command for the agents."""
-        self._transfers[request.request_id] = transfer, identity
+    def add(
+        self, request: "Request", transfer: str, identity: bytes, *, chooses_first: bool
+    ) -> Command:
+        """A request has come, and another engine wants its KV. Returns a command for the agents.
+
+        Args:
+            chooses_first: the prompt is whole, so the token that follows it is the first of the answer.
+        """
+        self._transfers[request.request_id] = transfer, identity, chooses_first
         if self._states.boundary(request.num_prompt_tokens):
             self._keeps[request.request_id] = request
         if self._streaming:
@@ -105,7 +109,7 @@ class Offers(Part):
             self._held.release(request_id)
         for request_id in withdrawn if self._streaming else ():
             self._streaming.discard(request_id)  # type: ignore[union-attr]
-        return [Withdraw(transfer, request) for request, (transfer, _) in withdrawn.items()]
+        return [Withdraw(transfer, request) for request, (transfer, *_) in withdrawn.items()]
 
     def step(self, output: "SchedulerOutput", commands: StepCommands) -> None:
         for request_id in output.preempted_req_ids or () if self._keeps else ():
@@ -128,7 +132,7 @@ class Offers(Part):
             return Ended(False, transfer_params.description(self.address, description))
         if request_id not in self._transfers:
             return Ended(False, None)
-        transfer, identity = self._transfers.pop(request_id)
+        transfer, identity, chooses_first = self._transfers.pop(request_id)
         self._keeps.pop(request_id, None)
         if self._streaming:
             self._streaming.discard(request_id)
@@ -159,7 +163,7 @@ class Offers(Part):
             prompt_tokens=tokens,
             tokens=tokens,
             final=True,
-            final_token=_final_token(request, transfer, identity) if self._answers else None,
+            final_token=_final_token(request, transfer, identity) if chooses_first else None,
             state_token=tokens if self._states else 0,
             boundary_token=boundary,
         )

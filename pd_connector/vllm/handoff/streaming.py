@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler knows of running prefills: which part of their KV is computed, step by step."""
+"""Running prefills in the scheduler: the part of their KV that is computed after each step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,8 +119,8 @@ class Streaming:
 def scheduled(
     output: "SchedulerOutput", requests: Mapping[str, _HasPages]
 ) -> Iterator[tuple[str, int]]:
-    """The requests of `requests` that this step computes, each with its tokens computed before. Updates their page
-    tables."""
+    """Those of `requests` that this step computes, each with the number of its tokens that were computed before. Updates
+    their page tables."""
     for new in output.scheduled_new_reqs:
         request = requests.get(new.req_id)
         if request is not None:

@@ -14,24 +14,92 @@ request that comes while requests of the replaced adapter are here may be comput
 """
 
 import logging
+import os
 import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pd_connector.vllm.identity.adapter_files import (
-    AdapterFiles,
-    LoadedAdapter,
-    loads_in_place,
-    number_and_path,
-    read_adapter,
-    read_files,
-    untouched,
-)
+from pd_connector.kv.checkpoint_files import FileState, links
+from pd_connector.kv.identity import adapter_files, adapter_fingerprint
+from pd_connector.vllm.identity.config_files import in_cache
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+class AdapterFiles(NamedTuple):
+    """An adapter's files as they were read."""
+
+    fingerprint: str
+    folder: Path
+    states: dict[Path, FileState]  # and of the links that lead to them
+
+
+class LoadedAdapter(NamedTuple):
+    """An adapter that a client had vLLM load."""
+
+    path: str
+    files: AdapterFiles | None  # None where they could not be read
+    problem: str = ""  # why its content is not known
+    reading: int = 0  # a new number whenever its files may have changed
+
+
+def number_and_path(lora: Any) -> tuple[int, str]:
+    """vLLM's number of an adapter, and the folder or repository that vLLM reads it from."""
+    return int(lora.lora_int_id), str(lora.lora_path)
+
+
+def loads_in_place(lora: Any) -> bool:
+    """Whether vLLM rereads an adapter's files for every step that needs it."""
+    return bool(getattr(lora, "load_inplace", False))
+
+
+def read_adapter(path: str) -> LoadedAdapter:
+    """An adapter as its files are now; with `problem` if they cannot be read."""
+    try:
+        return LoadedAdapter(path, read_files(path))
+    except OSError as error:
+        return LoadedAdapter(path, None, str(error))
+
+
+def read_files(path: str) -> AdapterFiles:
+    """Raises OSError: there are no weights of an adapter, or they cannot be read."""
+    folder = _folder(path)
+    states = _states(folder)
+    files = AdapterFiles(adapter_fingerprint(folder), folder, states)
+    if _states(folder) != states:
+        raise OSError(f"{path} has changed while it was read; load the adapter again")
+    return files
+
+
+def _folder(path: str) -> Path:
+    """The folder from which vLLM would read an adapter now."""
+    local = Path(os.path.expanduser(path))  # Path's own raises if the user does not exist
+    return local if local.is_dir() else in_cache(path, None) or local
+
+
+def _states(folder: Path) -> dict[Path, FileState]:
+    """States of an adapter's files, and of the links that lead to them: a link may be switched to another adapter and
+    back while vLLM reads. Raises OSError if there are no weights of an adapter."""
+    states: dict[Path, FileState] = {}
+    for file in adapter_files(folder):
+        states |= links(file)
+        states[file] = FileState.of(file.stat())
+    return states
+
+
+def untouched(loaded: LoadedAdapter) -> bool:
+    """Whether the files still have the content that was loaded. Removed files count as untouched: vLLM cannot reread them."""
+    if loaded.files is None or _folder(loaded.path) != loaded.files.folder:
+        return False
+    try:
+        return _states(loaded.files.folder) == loaded.files.states
+    except OSError:
+        return True
+
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -99,7 +167,7 @@ class Adapters:
         return self._use(request).pages
 
     def unchanged(self, request: "Request") -> bool:
-        """Whether everything computed for a request was computed with the adapter that `name` returned."""
+        """Whether all KV of a request was computed with the adapter that `name` returned."""
         return not request.lora_request or (
             not self._use(request).problem and not self.replaced(request)
         )
@@ -169,8 +237,8 @@ class Adapters:
             self._note(number, loaded)
 
     def load_failed(self, lora: Any) -> None:
-        """vLLM could not load an adapter; some ranks may have loaded it. If it was to replace another one, neither is
-        believed."""
+        """vLLM could not load an adapter; some ranks may have loaded it. If it was to replace another adapter, neither of the
+        two is trusted."""
         number, path = number_and_path(lora)
         with self._lock:
             if loaded := self._loaded.get(number):

@@ -57,13 +57,13 @@ def model_facts(
     files: Sequence[CheckpointFiles] | None,
     draft: DraftFiles | bytes = b"",
 ) -> ModelFacts:
-    """Everything that peers compare of the model of this rank, as far as it is known before files were read.
+    """The facts about this rank's model that peers compare, as far as they are available before files are read.
 
     Args:
-        caches: of this rank.
-        shard: what it holds of the model.
+        caches: the caches of this rank.
+        shard: the part of the model that it holds.
         loaded: its parameters in memory (`loaded_weights`).
-        files: what they were loaded from (`loaded_files`).
+        files: the files that they were loaded from (`loaded_files`).
         draft: the draft model (`draft_model`).
     """
     model = vllm_config.model_config
@@ -98,7 +98,7 @@ def model_facts(
 
 
 def loaded_files(vllm_config: "VllmConfig") -> tuple[CheckpointFiles, ...] | None:
-    """The files that the model was loaded from last; None where they are not known."""
+    """The files of the model's last load; None if they are unknown."""
     load = vllm_config.load_config
     if load.load_format == "dummy":
         return None
@@ -155,7 +155,7 @@ def _plain(quantization: str | None) -> str | None:
 
 
 def _setting(setting: object) -> str | None:
-    """An operator's setting as text; None where there is none."""
+    """An operator's setting as text; None if it is not set."""
     return None if setting is None else str(setting)
 
 
@@ -237,7 +237,7 @@ def _layer_facts(
 
 
 def _attention_text(module: torch.nn.Module) -> str:
-    """What a layer attends with, as its kernels are told."""
+    """A layer's scale, soft cap, window and the like, as its attention kernel gets them."""
     impl = getattr(module, "impl", module)
     scale = float(getattr(impl, "scale", getattr(module, "scale", 0.0)) or 0.0)
     cap = float(getattr(impl, "logits_soft_cap", 0.0) or 0.0)

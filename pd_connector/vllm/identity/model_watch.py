@@ -68,10 +68,10 @@ class ModelWatch(WeightsWatch):
             self.tell()
 
     def change_version(self, version: str) -> None:
-        """The operator has changed the weights while the engine served, and this is their version now.
+        """The operator has changed the weights while the engine served, and names their new version.
 
         Raises:
-            PDConnectorError: the weights have no memory.
+            PDConnectorError: the engine sleeps, so its weights are not in memory.
         """
         if self._asleep:
             raise PDConnectorError(
@@ -86,7 +86,7 @@ class ModelWatch(WeightsWatch):
         self._tells_at = time.monotonic() + (0.0 if over else _SETTLE_S)
 
     def pages_lost(self) -> None:
-        """The cache has lost its content. KV of before is handled as KV of other weights is."""
+        """The cache has lost its content. Earlier KV is handled like KV of other weights."""
         self._advertised.pages_lost()
 
     def model(self) -> torch.nn.Module | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches vLLM's loads of weights at the moment they happen.
 
-vLLM tells a connector nothing of them. So its loaders are watched: each file that they read is opened here as well, and
+vLLM does not report loads to a connector. So its loaders are watched: each file that they read is opened here as well, and
 read through that handle. The worker's methods that change weights in place are watched, too, and the model's own
 `load_weights`, which trainers call.
 """
@@ -37,7 +37,7 @@ _CHANGES: tuple[tuple[str, dict[str, bool]], ...] = (
     ("update_weights", {}),
     ("finish_weight_update", {"ends": True}),
 )
-"""Methods of vLLM's worker that change its weights, and what is told of each (`WeightLoads.change`). Between beginning and
+"""Methods of vLLM's worker that change its weights, each with its arguments of `WeightLoads.change`. Between beginning and
 end, weights are neither old nor new."""
 
 

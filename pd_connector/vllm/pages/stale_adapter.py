@@ -24,7 +24,7 @@ class StaleAdapterPages(PageRule):
     Args:
         adapters: what is known of the engine's adapters.
         uncomputable: requests that cannot be computed here. They wait.
-        given_up: told of each request whose loaded KV is not used.
+        given_up: called with each request whose loaded KV is not used.
     """
 
     cause = "adapter"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells other routers which blocks of this engine's prompts the host's pool has: vLLM's KV events, of medium CPU or STORAGE.
+"""Reports to other routers which blocks of this engine's prompts the host's pool has: vLLM's KV events, of medium CPU or
+STORAGE.
 
-The names of blocks are vLLM's own, so a router that knows a block in the engine's cache knows it in the pool. An engine tells
-of prompts that it has served itself. Our router asks for the whole journal instead (`GET /pd/pool`).
+The names of blocks are vLLM's own, so a router that knows a block in the engine's cache knows it in the pool. An engine
+reports the prompts that it has served itself. Our router asks for the whole journal instead (`GET /pd/pool`).
 """
 
 import logging
@@ -34,18 +35,18 @@ logger = logging.getLogger("pd_connector.vllm")
 
 _LOOKS_EVERY_S = 0.5
 _MOST_CHUNKS = 1 << 14
-"""Chunks that an engine tells of. The one that it served longest ago is forgotten first, which is told as its removal."""
+"""Most chunks that an engine has advertised. The least recently served chunk is forgotten first, and reported as removed."""
 
 _ANEW = b"", ""
 """The journal was rebuilt: what is gone is not in it."""
 
 
 class _Chunk(NamedTuple):
-    """A chunk of which an engine tells.
+    """An advertised chunk.
 
     Attributes:
         stored: the event of its blocks, for any medium.
-        tier: of which routers know; empty for none.
+        tier: the tier that routers know; empty for none.
     """
 
     stored: BlockStored
@@ -73,7 +74,7 @@ class PoolEvents:
 
     @property
     def pending(self) -> bool:
-        """Whether `take` has something to tell."""
+        """Whether `take` may return events."""
         return bool(self._events) or not self._places.empty()
 
     def served(self, prompt: PoolPrompt, chunks: range) -> None:
@@ -164,8 +165,8 @@ class PoolEvents:
 
     def _look(self) -> None:
         """Read what is new in the journal, and find all that was asked for. A chunk is in the journal a moment before it is
-        found, so what the journal says now counts, too. Indexes of routers chain blocks by their parents, so a chunk that
-        came while later ones were looked for is told before them."""
+        found, so the journal's present content counts, too. Indexes of routers chain blocks by their parents, so a chunk that
+        came during the search for later chunks is reported before them."""
         while not self._queries.empty():
             self._open_queries.append(self._queries.get())
         heard = dict.fromkeys(self._open_queries, "")

@@ -32,7 +32,7 @@ _MOST_PIN_S = 7 * 86400.0
 
 
 class PoolAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_transfer_params.pool` of a request: what its client wants of the pool."""
+    """`kv_transfer_params.pool` of a request: its client's choices about the pool."""
 
     read: bool = True
     """Whether chunks of the pool may be used for it."""
@@ -45,8 +45,8 @@ class PoolAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pool_ask(request: "Request", tenants: Sequence[str], ignored: IgnoredParams) -> PoolAsk:
-    """What the client wants of the pool. A name that is not among `tenants` is ignored: with each name that it invents, a
-    client would take a part of the pool from others.
+    """The client's choices about the pool. A tenant that is not among `tenants` is ignored: each invented name would take
+    a share of the pool from other clients.
 
     Raises:
         ValueError: the field cannot be followed.
@@ -100,7 +100,7 @@ class Loading(NamedTuple):
 
 @dataclass(slots=True)
 class PoolPrompt:
-    """What the scheduler knows of one request's chunks."""
+    """The scheduler's record of one request's chunks."""
 
     request: "Request"
     adapter: str
@@ -124,9 +124,9 @@ class PoolPrompt:
     )
     waits_until_s: float = 0.0  # the longest wait for loads of other requests
     pays: int | None = None  # chunks from the beginning that are here or worth loading
-    loads: range = range(0)  # tokens that vLLM was told can be loaded
+    loads: range = range(0)  # tokens that can be loaded, by our answer to vLLM
     loading: "Loading | None" = None
-    failed: "Loading | None" = None  # its load, until its cause is told
+    failed: "Loading | None" = None  # its failed load, until the cause is reported
     audited: range = range(
         0
     )  # tokens that will be compared with the pool once they are computed here

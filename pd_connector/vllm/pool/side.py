@@ -49,19 +49,19 @@ class PoolSide(Part):
     """Called by vLLM's scheduler only.
 
     Attributes:
-        events: of chunks, for other routers; None unless vLLM publishes KV events.
-        loads: those under way.
+        events: events of chunks, for other routers; None unless vLLM publishes KV events.
+        loads: the loads under way.
 
     Args:
-        store: where chunks are.
-        settings: what this engine does with them.
-        codecs: of this engine. What may have passed in FP8 is not saved.
+        store: the store of the chunks.
+        settings: this engine's use of the pool.
+        codecs: this engine's codecs. KV that may have passed in FP8 is not saved.
         windows: page sizes and windows of the engine's page tables.
-        identity: of requests' prompts.
-        ignored: told of requests whose wishes cannot be followed.
+        identity: makes the identities of prompts.
+        ignored: gets the requests whose pool parameters cannot be followed.
         status: says what may be done with a request's KV.
-        unfilled: told of loads.
-        model: that the ranks have loaded.
+        unfilled: gets the loads.
+        model: the model that the ranks have loaded.
         ranks: number of ranks of this engine.
         engine_id: as the engine's API server knows it.
     """
@@ -171,7 +171,7 @@ class PoolSide(Part):
         return []
 
     def _tell(self, chunk_bytes: int = 0) -> None:
-        """Let the engine's API server know what a router wants to know."""
+        """Publish the facts that routers need, for the engine's API server to answer with."""
         advertised = AdvertisedEngine(
             engine=self._engine_id,
             model=self.model.hex(),

@@ -155,18 +155,27 @@ class ClockedEngine:
 
     def _ended(self, record: Served) -> None:
         made = self._generations.get(record.request.id)
-        if made is not None:
+        if made is None:
+            return
+        assert record.end_s is not None
+        later_s = (record.end_s - self.now_s) / self.speed
+        if later_s > 0:  # the engine decodes up to the end of the running step
+            loop = asyncio.get_running_loop()
+            loop.call_later(later_s, self._finish, made, record.request.max_tokens)
+        else:
             self._finish(made, record.request.max_tokens)
 
     def _finish(self, made: Generation, tokens: int) -> None:
         made.tokens, made.done = tokens, True
-        del self._generations[made.request.id]
+        self._generations.pop(made.request.id, None)
         made.changed.set()
 
     def _tell(self) -> None:
-        """Wake every client whose sequence has new tokens."""
+        """Wake every client whose sequence has new tokens. Those of a running step are not there yet."""
+        running = self._engine.decode.now_s > self.now_s
         for request_id, more in self._engine.decode.left():
             made = self._generations.get(request_id)
-            if made is not None and made.request.max_tokens - more > made.tokens:
-                made.tokens = made.request.max_tokens - more
+            tokens = 0 if made is None else made.request.max_tokens - more - running
+            if made is not None and tokens > made.tokens:
+                made.tokens = tokens
                 made.changed.set()

@@ -9,7 +9,15 @@ from pathlib import Path
 from random import Random
 
 from scheduler_plugins.order.request import Waiting
+from scheduler_plugins.planner import files
+from scheduler_plugins.planner.command import _generated
 from scheduler_plugins.planner.estimate import Model, read_model
+from scheduler_plugins.planner.goodput import Late, Promise, windows_of
+from scheduler_plugins.planner.inventory import Inventory, load
+from scheduler_plugins.planner.mix import Mix, gpus_of, name_of, placed
+from scheduler_plugins.planner.page import page
+from scheduler_plugins.planner.plan import Plan, Row
+from scheduler_plugins.planner.search import Candidate
 
 CONFIG = {
     "_name_or_path": "llama-8b", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -43,3 +51,34 @@ devices:
   H100: {price_per_h: 2.5}
   A100: {price_per_h: 1.2}
 """
+
+
+def inputs(folder: Path) -> Path:
+    """A folder with a model's config, an inventory and a trace."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "inventory.yaml").write_text(TWO_NODES)
+    (folder / "trace.csv").write_text("\n".join([*_generated(2000, 60)][:301]) + "\n")
+    return folder
+
+
+def written(
+    folder: Path, mix: Mix, stock: Inventory | None = None, name: str = "it's $(x)"
+) -> Path:
+    """The folder of a plan that recommends this mix, without a search."""
+    inventory = stock or load(folder / "inventory.yaml", read_model(folder / "config.json"))
+    fleet = placed(mix, inventory)
+    assert fleet is not None
+    candidate = Candidate(name_of(mix), mix, fleet, 1.0)
+    row = Row(
+        "planner", candidate, gpus_of(mix, inventory), 0.0, 0.0, [1.0] * 4, 0, 0.9, Late(0, 0, 0, 0)
+    )
+    windows = windows_of(requests(), 30)
+    made = Plan(
+        inventory, Promise(0.3, 0.05), windows, [row], "of a test", [], 0, 0, "srjf_calibrated", ""
+    )
+    engines = files.engines_of(made)
+    values, problem = files.chart_values(engines, name)
+    compose, its = files.compose_services(made, engines, name)
+    text = page(made, "trace.csv", [problem, its])
+    files.write(made, folder / "out", name, text, values=values, compose=compose)
+    return folder / "out"

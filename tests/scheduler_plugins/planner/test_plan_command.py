@@ -8,21 +8,15 @@ import re
 import secrets
 import shlex
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plan_cases import CONFIG, TWO_NODES, requests
+from plan_cases import CONFIG, TWO_NODES, inputs, written
 
 from pd_connector.tools.cli.app import main as check
 from scheduler_plugins.commands import main as pd_router
-from scheduler_plugins.planner import files
-from scheduler_plugins.planner.command import _generated, _served
-from scheduler_plugins.planner.estimate import read_model
-from scheduler_plugins.planner.goodput import Promise
-from scheduler_plugins.planner.inventory import load
-from scheduler_plugins.planner.page import page
-from scheduler_plugins.planner.plan import make
+from scheduler_plugins.planner.command import _served
+from scheduler_plugins.planner.mix import mix_of
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.settings.settings_file import parse
 from scheduler_plugins.sim import fleet
@@ -32,10 +26,7 @@ PROMISE = ("--ttft-ms", "300", "--tpot-ms", "50")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "inventory.yaml").write_text(TWO_NODES)
-    (tmp_path / "trace.csv").write_text("\n".join([*_generated(2000, 60)][:301]) + "\n")
-    return tmp_path
+    return inputs(tmp_path)
 
 
 def plan(folder: Path, *more: object) -> int:
@@ -67,24 +58,14 @@ def test_a_plan_writes_a_folder_and_every_row_says_how_to_get_its_figure(
         assert in_time >= 0.9
 
 
-def written(folder: Path, search: str) -> Path:
-    """A folder whose recommended fleet is that of a search."""
-    model = read_model(folder / "config.json")
-    made = make(load(folder / "inventory.yaml", model), requests(240), Promise(0.3, 0.05), each=60)
-    rows = sorted(made.rows, key=lambda one: one.search != search)
-    made = replace(made, rows=rows)
-    values, problem = files.chart_values(files.engines_of(made), model.name)
-    files.write(made, folder / "out", "it's $(x)", values, page(made, "trace.csv", [problem]))
-    return folder / "out"
-
-
-@pytest.mark.parametrize("search", ["planner", "colocated"])
+@pytest.mark.parametrize("both", [False, True])
 def test_the_files_start_what_was_planned(
-    folder: Path, search: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, both: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PD_CONNECTOR_KEY", secrets.token_urlsafe(32))
-    out = written(folder, search)
-    planned, both = fleet.load(out / "fleet.yaml"), search == "colocated"
+    roles = (Role.WHOLE, Role.WHOLE) if both else (Role.PREFILL, Role.DECODE)
+    out = written(folder, mix_of({("H100-tp1", roles[0]): 2, ("A100-tp1", roles[1]): 2}))
+    planned = fleet.load(out / "fleet.yaml")
     lines, used = list[list[str]](), list[tuple[str, str]]()
     for script in sorted(out.glob("start-*.sh")):
         text = script.read_text()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +11,19 @@ import typer
 from rich.console import Console
 
 from pd_bench.command_output import exit_codes, report
-from pd_bench.plan.searches import TPOT_S, Searched, front_cpu_s, on_the_other_half, searched
+from pd_bench.plan.searches import (
+    Searched,
+    front_cpu_s,
+    long_enough,
+    mixed,
+    on_the_other_half,
+    promise_of,
+)
 from pd_bench.plan.stock import alike, nodes
 from pd_bench.report import BenchError, Comparison
 from pd_bench.sample import Sample
 from pd_connector.tools.output import Json
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.planner.goodput import Promise
 from scheduler_plugins.planner.plan import SEARCHES
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.trace import TraceError
@@ -25,8 +31,6 @@ from scheduler_plugins.sim.trace import TraceError
 OF_EXHAUSTIVE, ON_OTHER_HALF, MOST_SIMULATED, MOST_FRONT_S = 0.97, 0.95, 300_000.0, 5.0
 PAPERS = tuple(name for name in SEARCHES if name not in ("planner", "colocated"))
 Traces = Annotated[list[Path], typer.Argument(help="Traces: azure_code.csv, Mooncake's.")]
-Ttft = Annotated[float, typer.Option(min=1, help="Promised time to first token.")]
-Each = Annotated[int, typer.Option(min=20, help="Requests of each of four windows.")]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,55 +40,72 @@ app = typer.Typer(
 
 
 @app.command("search")
-def search(traces: Traces, each: Each = 200, ttft_ms: Ttft = 500, json: Json = None) -> None:
-    """Eight H100, tensor parallelism 1, 2, 4: ours beside every mix, and on the other half of the trace."""
+def search(traces: Traces, json: Json = None) -> None:
+    """Eight H100, tensor parallelism 1, 2, 4: ours beside every mix, and on the other half of the trace; and the traces
+    mixed, if there are several."""
     rows, counts = list[Comparison](), list[Comparison]()
-    promise = Promise(ttft_ms / 1e3, TPOT_S)
     with exit_codes(Console(stderr=True)):
-        for path in traces:
-            requests, inventory = _read(path), alike()
-            params: dict[str, str | int | float] = {"trace": path.stem}
-            ours, theirs = (
-                searched(inventory, requests, each, promise, name)
-                for name in ("planner", "exhaustive")
+        for name, requests in _workloads(traces):
+            inventory = alike()
+            promise = promise_of(inventory, requests)
+            ours, each = long_enough(inventory, requests, promise, "planner")
+            theirs, most = long_enough(inventory, requests, promise, "exhaustive", each)
+            if most > each:
+                ours, each = long_enough(inventory, requests, promise, "planner", most)
+            params: dict[str, str | int | float] = {
+                "trace": name,
+                "TTFT s": promise.ttft_s,
+                "each": each,
+            }
+            _say(
+                f"{name}, {promise.ttft_s} s, {each}: ours {_text(ours)}; exhaustive {_text(theirs)}"
             )
-            _say(f"{path.stem}: ours {_text(ours)}; exhaustive {_text(theirs)}")
             rows.append(_row("rate", params, ours.per_s, theirs.per_s, OF_EXHAUSTIVE))
             counts.append(
                 _row("simulated requests", params, ours.simulated, theirs.simulated, None)
             )
+            both, _ = long_enough(inventory, requests, promise, "colocated", each)
+            _say(f"{name}: engines that do both {_text(both)}")
+            best = max(ours.per_s, both.per_s)
+            rows.append(_row("recommended beside colocated", params, best, both.per_s, 1.0))
             halves, plans = on_the_other_half(inventory, requests, each, promise)
-            _say(f"{path.stem}, first half: ours {_text(plans[0])}; exhaustive {_text(plans[1])}")
+            _say(f"{name}, first half: ours {_text(plans[0])}; exhaustive {_text(plans[1])}")
             rows.append(
                 _row("rate, other half", params, halves.ours, halves.exhaustive, ON_OTHER_HALF)
             )
-            both = searched(inventory, requests, each, promise, "colocated")
-            _say(f"{path.stem}: engines that do both {_text(both)}")
-            best = max(ours.per_s, both.per_s)
-            rows.append(_row("recommended beside colocated", params, best, both.per_s, 1.0))
     report([("exhaustive", rows), ("exhaustive", counts)], _NOTES, json)
 
 
 @app.command("unlike")
-def unlike(traces: Traces, each: Each = 200, ttft_ms: Ttft = 500, json: Json = None) -> None:
+def unlike(traces: Traces, json: Json = None) -> None:
     """A node of eight H100 and one of eight A100: ours beside the searches of papers, and what all took."""
     rows, counts = list[Comparison](), list[Comparison]()
-    promise = Promise(ttft_ms / 1e3, TPOT_S)
     with exit_codes(Console(stderr=True)):
-        for path in traces:
-            requests, inventory = _read(path), nodes("H100", "A100")
-            params: dict[str, str | int | float] = {"trace": path.stem}
-            results = {
-                name: searched(inventory, requests, each, promise, name) for name in SEARCHES
+        for name, requests in _workloads(traces):
+            inventory = nodes("H100", "A100")
+            promise = promise_of(inventory, requests)
+            _, each = long_enough(inventory, requests, promise, "planner")
+            params: dict[str, str | int | float] = {
+                "trace": name,
+                "TTFT s": promise.ttft_s,
+                "each": each,
             }
-            for name, result in results.items():
-                _say(f"{path.stem}, {name}: {_text(result)}")
+            results = {
+                search: long_enough(inventory, requests, promise, search, each)[0]
+                for search in SEARCHES
+            }
+            for search, result in results.items():
+                _say(f"{name}, {search}: {_text(result)}")
             ours = results["planner"]
-            for name in PAPERS:
-                if results[name].best:
+            for paper in PAPERS:
+                if results[paper].best:
                     rows.append(
-                        _row(f"beside {name}", params, ours.per_s, results[name].per_s, 0.98)
+                        _row(f"beside {paper}", params, ours.per_s, results[paper].per_s, 0.98)
                     )
+            both = results["colocated"].per_s
+            rows.append(
+                _row("recommended beside colocated", params, max(ours.per_s, both), both, 1.0)
+            )
             counts.append(_row("simulated requests", params, ours.simulated, MOST_SIMULATED, 1.0))
     report([("paper", rows), ("allowed", counts)], _NOTES, json)
 
@@ -94,10 +115,10 @@ def front(traces: Traces, json: Json = None) -> None:
     """64 GPUs of four kinds: CPU seconds of the front."""
     rows = []
     with exit_codes(Console(stderr=True)):
-        for path in traces:
-            took_s, mixes = front_cpu_s(nodes("H100", "A100", "L40S", "H200", gpus=16), _read(path))
-            _say(f"{path.stem}: {mixes} mixes in {took_s:.2f} CPU s")
-            params: dict[str, str | int | float] = {"trace": path.stem, "mixes": mixes}
+        for name, requests in _workloads(traces):
+            took_s, mixes = front_cpu_s(nodes("H100", "A100", "L40S", "H200", gpus=16), requests)
+            _say(f"{name}: {mixes} mixes in {took_s:.2f} CPU s")
+            params: dict[str, str | int | float] = {"trace": name, "mixes": mixes}
             rows.append(_row("CPU s", params, took_s, MOST_FRONT_S, 1.0))
     report([("allowed", rows)], [], json)
 
@@ -126,11 +147,15 @@ def _row(
     return Comparison(name, params, Sample((ours,)), Sample((theirs,)), "", bar, higher)
 
 
-def _read(path: Path) -> Sequence[Waiting]:
+def _workloads(paths: Sequence[Path]) -> Iterator[tuple[str, Sequence[Waiting]]]:
+    """The traces, then their mix, if there are several."""
     try:
-        return trace.load(path)
+        traces = {path.stem: trace.load(path) for path in paths}
     except TraceError as error:
         raise BenchError(str(error)) from None
+    yield from traces.items()
+    if len(traces) > 1:
+        yield "mix", mixed(list(traces.values()))
 
 
 def _say(text: str) -> None:

@@ -6,20 +6,52 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pd_bench.report import BenchError
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.planner.bound import Bounds, Workload
 from scheduler_plugins.planner.front import front
-from scheduler_plugins.planner.goodput import Judge, Promise, windows_of
+from scheduler_plugins.planner.goodput import WINDOWS, Judge, Promise, windows_of
 from scheduler_plugins.planner.inventory import Inventory
 from scheduler_plugins.planner.mix import Mix, fits, mix_of
 from scheduler_plugins.planner.plan import SEARCHES
 from scheduler_plugins.planner.search import Candidate, best_of
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.sim.trace import at_rate
 
 TPOT_S = 0.05
+LEAST_TTFT_S, OF_LONG_PROMPT = 0.5, 2.0
+EACH = 200
+
+
+class TooShortError(BenchError):
+    """Windows in which every rate is in time."""
+
+
+def promise_of(inventory: Inventory, requests: Sequence[Waiting]) -> Promise:
+    """The promise of a trace: half a second to the first token, or twice the time that the first kind of engine takes for
+    a prompt that is longer than nine of ten."""
+    lengths = sorted(request.tokens for request in requests)
+    costs = next(iter(inventory.kinds.values())).costs
+    long_s = costs.prefill_s(lengths[len(lengths) * 9 // 10])
+    return Promise(round(max(LEAST_TTFT_S, OF_LONG_PROMPT * long_s), 2), TPOT_S)
+
+
+def mixed(traces: Sequence[Sequence[Waiting]]) -> list[Waiting]:
+    """Traces at the same time, each with the same number of requests at the same mean rate. They share no prefix."""
+    fewest = min(len(requests) for requests in traces)
+    played = [
+        replace(
+            request,
+            id=f"{n}/{request.id}",
+            block_hashes=[(n, block) for block in request.block_hashes],
+        )
+        for n, requests in enumerate(traces)
+        for request in at_rate(requests[:fewest], 1.0, seed=n)
+    ]
+    return sorted(played, key=lambda request: request.arrival_s)
 
 
 class Searched(NamedTuple):
@@ -70,10 +102,27 @@ def _fillings(
                 yield rest + Counter({engines[n]: 1})
 
 
+def long_enough(
+    inventory: Inventory, requests: Sequence[Waiting], promise: Promise, name: str, each: int = EACH
+) -> tuple[Searched, int]:
+    """A search with windows of `each` requests, doubled until the highest rate can be told; and their size then."""
+    while True:
+        try:
+            return searched(inventory, requests, each, promise, name), each
+        except TooShortError:
+            if each >= len(requests) // WINDOWS:
+                raise
+            each *= 2
+
+
 def searched(
     inventory: Inventory, requests: Sequence[Waiting], each: int, promise: Promise, name: str
 ) -> Searched:
-    """One of the planner's searches, or `exhaustive`."""
+    """One of the planner's searches, or `exhaustive`.
+
+    Raises:
+        TooShortError: the best fleet keeps the promise at every rate that windows of this size can tell.
+    """
     bounds = Bounds(inventory, Workload.of(requests, promise.tpot_s))
     judge = Judge(windows_of(requests, each), promise)
     judge.first_per_s = max(0.1, bounds.of(front(bounds)[0]) / 8)
@@ -83,7 +132,7 @@ def searched(
     else:
         best = SEARCHES[name](judge, bounds)
     if best is not None and best.unit_per_s > 0.97 * judge.most_per_s:
-        raise BenchError(
+        raise TooShortError(
             f"{best.name} keeps the promise at {best.unit_per_s:.1f} a second, where a window of {each} requests is too short "
             "to tell; give more --each"
         )

@@ -18,13 +18,19 @@ _DECODER = json.JSONDecoder()
 
 
 def in_text(text: str, place: str) -> list[Written]:
-    """The configs in a text that is JSON, or YAML of one or more documents.
+    """The configs in a text that is JSON, a shell script, or YAML of one or more documents.
 
     Raises:
         ConfigError: it is neither.
     """
     if text.lstrip().startswith("{") and "{{" not in text:
         return [Written(place, _object(text))]
+    if text.startswith("#!"):
+        return [
+            written
+            for n, line in enumerate(text.splitlines(), 1)
+            for written in _in_scalar(line, f"{place}:{n}")
+        ]
     return list(_in_yaml(text, place))
 
 
