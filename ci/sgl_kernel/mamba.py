@@ -5,6 +5,7 @@ A convolution's state is `[slot, channel, row]`, and has the last inputs. A matr
 key dim]`. Both are written in place. Arithmetic is float32.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,7 +70,8 @@ def chunk_gated_delta_rule_cpu(
     initial_state_indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Prompts, or parts of prompts, one behind the other in `[1, token, head, dim]`. Returns (outputs, states, nothing)."""
-    assert not head_first and use_qk_l2norm_in_kernel
+    assert not head_first
+    assert use_qk_l2norm_in_kernel
     out = torch.empty_like(v)
     for number, first, stop in _sequences(cu_seqlens):
         slot = int(initial_state_indices[number])
@@ -119,7 +121,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 def _sequences(starts: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     bounds = starts.tolist()
-    for number, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (first, stop) in enumerate(itertools.pairwise(bounds)):
         if stop > first:
             yield number, first, stop
 

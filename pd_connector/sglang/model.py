@@ -25,6 +25,7 @@ from pd_connector.kv.model import (
 from pd_connector.kv.model_config import printable, served_config
 from pd_connector.kv.rotation_table import Made, rotation_text
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
+from pd_connector.sglang.pool_settings import uses_pool
 from pd_connector.sglang.settings import BACKEND
 
 logger = logging.getLogger("pd_connector.sglang")
@@ -196,8 +197,9 @@ def prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: A
 def loads(original: Callable[..., Any], runner: Any, *args: Any, **options: Any) -> Any:
     """SGLang loads a model."""
     settings = runner.server_args
-    ours = settings.disaggregation_transfer_backend == BACKEND
-    LOADS.reads = ours and settings.disaggregation_mode != "null"
+    pools = uses_pool()
+    ours = pools or settings.disaggregation_transfer_backend == BACKEND
+    LOADS.reads = pools or (ours and settings.disaggregation_mode != "null")
     if ours:
         _loads_next(runner)
     try:

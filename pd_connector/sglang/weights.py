@@ -26,6 +26,8 @@ class SGLangWeights(WeightsWatch):
 
     Args:
         scheduler: SGLang's, whose model is loaded.
+        waits: the engine waits until its weights are known. SGLang's decode engine computes no prompt, so that requests
+            would fail meanwhile. Other engines compute.
     """
 
     def __init__(
@@ -35,19 +37,28 @@ class SGLangWeights(WeightsWatch):
         loaded: Loaded,
         files: CheckpointFiles | None,
         submit: Callable[[Command], None],
+        *,
+        waits: bool = True,
     ) -> None:
         self._scheduler = scheduler
+        self._waits = waits
         self._stale = False  # the cache holds KV of other weights
         super().__init__(facts, loaded, None if files is None else (files,), None, submit, LOADS)
         self._wait()
 
     def _wait(self) -> None:
-        """Until the weights are known. An engine that computes prompts itself goes on meanwhile; SGLang's decode engine
-        cannot, so that requests would fail."""
+        """Until the weights are known, if the engine waits for them."""
+        if not self._waits:
+            return
         with _watchdogs_fed(self._scheduler):
             self._advertised.wait()
         if self._advertised.unreadable:
             self.tell_memory()
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether the weights change now, or have changed while SGLang's cache still holds KV of those before."""
+        return self._advertised.withdrawn
 
     @property
     def facts(self) -> ModelFacts:
@@ -77,6 +88,8 @@ class SGLangWeights(WeightsWatch):
 
     def step(self) -> None:
         """A step begins: tell the agent if it computes with other weights than those before."""
+        if not self._waits and self._advertised.unreadable:
+            self.tell_memory()
         flushed = self._next_compare == 0.0
         if not self._advertised.withdrawn and self.differ():
             self._advertised.withdraw()

@@ -80,7 +80,8 @@ def describe_cache(
                 group.dtype,
             )
     geometry = Geometry(own_shard(vllm_config, [layer.number for layer in layers]), merged)
-    return PagedCache(views, geometry)
+    # For async loads vLLM leaves out the zeroing of new pages that such caches need.
+    return PagedCache(views, geometry, clears=bool(kv_cache_config.needs_kv_cache_zeroing))
 
 
 def _layers(

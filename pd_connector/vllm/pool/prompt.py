@@ -4,11 +4,12 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from pd_connector.errors import Cause
+from pd_connector.pool.ask import PoolAsk, read_ask
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import (
     CHUNK_TOKENS,
@@ -20,28 +21,11 @@ from pd_connector.pool.keys import (
     token_bytes,
 )
 from pd_connector.pool.store.base import Found
-from pd_connector.pool.store.entry import MOST_TENANT
 from pd_connector.vllm.handoff.ignored import IgnoredParams
 from pd_connector.vllm.messages import Cut
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-_MOST_PIN_S = 7 * 86400.0
-
-
-class PoolAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_transfer_params.pool` of a request: its client's choices about the pool."""
-
-    read: bool = True
-    """Whether chunks of the pool may be used for it."""
-    write: bool = True
-    """Whether its chunks are saved."""
-    pin_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_PIN_S)] = 0.0
-    """How long its prompt's chunks are not evicted, in seconds."""
-    tenant: Annotated[str, msgspec.Meta(max_length=MOST_TENANT)] = ""
-    """Whose share of the pool its chunks take. Requests without a name that the engine's config knows share one."""
 
 
 def pool_ask(request: "Request", tenants: Sequence[str], ignored: IgnoredParams) -> PoolAsk:
@@ -52,11 +36,7 @@ def pool_ask(request: "Request", tenants: Sequence[str], ignored: IgnoredParams)
         ValueError: the field cannot be followed.
     """
     params = request.kv_transfer_params
-    pool_field = params.get("pool") if isinstance(params, dict) else None
-    try:
-        ask = PoolAsk() if pool_field is None else msgspec.convert(pool_field, PoolAsk)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"pool: {error}".replace("$.", "")) from None
+    ask = read_ask(params.get("pool") if isinstance(params, dict) else None)
     if not ask.tenant or ask.tenant in tenants:
         return ask
     ignored.note(
