@@ -4,6 +4,7 @@ of sparse attention. Agents hand a request over, and every element is compared."
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,21 @@ pytest.importorskip("vllm.v1.kv_cache_interface")
 
 import torch
 from support.agents import LONG, TRANSPORTS, Ranks, ranks
-from support.vllm_caches import Engine, Layer, attention, hand_over, workers
+from support.vllm_caches import (
+    Engine,
+    Layer,
+    Worker,
+    attention,
+    hand_over,
+    moved,
+    words,
+    workers,
+)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1 import kv_cache_interface as kv
 
+from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.plan.route import routes
 from pd_connector.vllm.packing import CpuPacking
 
 __all__ = ["ranks"]
@@ -144,3 +156,106 @@ def test_every_element_arrives(ranks: Ranks, kind: str, tokens: int, transport: 
     assert all(worker.problem() for worker in others)
     hand_over(sources, others)
     assert [worker.problem() for worker in others] == [""] * len(others)
+
+
+def lacking(worker: Worker, number: int, first: int = 0) -> int:
+    """Entries that a worker would keep in a layer from token `first` on, and does not hold."""
+    found = words(worker.tensors[number])
+    wanted = worker.entries(number, first)
+    return sum((found[page, :, at] != values).any() for (page, at), values in wanted.items())
+
+
+RINGS = Engine(page=64)
+KEPT = 300 - 64 + 1
+"""The first token of V4.1's window after 300 tokens."""
+
+
+def test_a_window_that_no_prefix_hit_brings_is_loaded_whole() -> None:
+    """V4.1's window is not in vLLM's prefix cache: a load behind a hit brings what is before the hit, too."""
+    sources = workers(RINGS, with_rings(), 300, fills=True)
+    (worker,) = others = workers(RINGS, with_rings(), 300, fills=False)
+    moved(sources, others, first=256)
+    assert lacking(worker, 0) == 256 // 4, "what is in the cache is not written"
+    assert lacking(worker, 0, 256) == 0
+    assert [lacking(worker, 1), lacking(worker, 2), lacking(worker, 3, KEPT)] == [0, 0, 0]
+
+
+def test_without_that_fact_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harm: vLLM would read what an earlier request left in those pages."""
+    monkeypatch.setattr(kv.SlidingWindowMLASpec, "prefix_cacheable", property(lambda _: True))
+    sources = workers(RINGS, with_rings(), 300, fills=True)
+    (worker,) = others = workers(RINGS, with_rings(), 300, fills=False)
+    moved(sources, others, first=256)
+    assert lacking(worker, 3, KEPT) == 256 - KEPT
+
+
+@pytest.mark.parametrize("first", [0, 256, 512])
+def test_what_the_consumer_has_of_compressed_entries_stays(first: int) -> None:
+    layers = deepseek_v4("auto")
+    sources = workers(Engine(page=256), layers, 900, fills=True)
+    others = workers(Engine(page=256), layers, 900, fills=False)
+    moved(sources, others, first=first)
+    (worker,) = others
+    for number, spec in enumerate(worker.specs):
+        if isinstance(spec, kv.MLAAttentionSpec):
+            assert lacking(worker, number) == first // spec.tokens_per_state
+            assert lacking(worker, number, first) == 0
+
+
+def pair(ours: Sequence[Layer], theirs: Sequence[Layer], page: int = 64) -> None:
+    (source,), (destination,) = (
+        workers(Engine(page=64), ours, 100, fills=True),
+        workers(Engine(page=page), theirs, 100, fills=False),
+    )
+    routes(source.geometry, destination.geometry, ("raw",), ("raw",))
+
+
+def test_unlike_caches_are_refused_with_both_values() -> None:
+    two = attention("layers.0.attn", 1, 24, 0, tokens_per_state=2)
+    with pytest.raises(UnsupportedGeometryError, match="state_tokens 4 / 2"):
+        pair(with_rings(), [two, *with_rings()[1:]])
+    with pytest.raises(
+        UnsupportedGeometryError, match=r"rows of ring.0 8 / 16; start both .*speculative"
+    ):
+        pair(with_rings(), with_rings(rows=16))
+    with pytest.raises(UnsupportedGeometryError, match=r"page size 64 / 32.*--block-size"):
+        pair(sparse(), sparse(), page=32)
+    with pytest.raises(UnsupportedGeometryError, match="heads 4 / 2"):
+        pair(inkling()[:1], [attention("layers.0.attn", 2, 8, 8)])
+    pair(with_rings(), with_rings())  # the control
+
+
+def test_indexers_pass_as_they_are() -> None:
+    """A codec takes the latents beside them."""
+    (source,), (other,) = (
+        workers(Engine(page=64), sparse(), 100, fills=True),
+        workers(Engine(page=64, tp=2), sparse(), 100, fills=False)[:1],
+    )
+    latents, indexer = routes(source.geometry, other.geometry, ("int8", "raw"), ("int8", "raw"))
+    assert (latents.codec, latents.verbatim) == ("int8", False)
+    assert (indexer.codec, indexer.verbatim) == ("raw", True)
+
+
+def test_a_ring_of_another_request_is_found_by_the_elements() -> None:
+    """A control."""
+    sources = workers(Engine(page=64), with_rings(), 300, fills=True)
+    others = workers(Engine(page=64), with_rings(), 300, fills=False)
+    (source,) = sources
+    source.tables[1] = [next(page for page in range(source.pages) if page not in source.tables[1])]
+    moved(sources, others)
+    assert others[0].problem().startswith("layers.0.compressor")
+
+
+def test_a_page_that_is_no_ring_is_refused() -> None:
+    layers = [
+        Layer(
+            "layers.0.ring",
+            lambda _: kv.CircularBufferSpec(
+                block_size=8, num_kv_heads=1, head_size=2, head_size_v=0, dtype=torch.int32
+            ),
+        )
+    ]
+    with pytest.raises(
+        UnsupportedGeometryError, match=r"ring of layers.0.ring has 8 rows of torch.int32"
+    ):
+        workers(Engine(), layers, 20, fills=True)
