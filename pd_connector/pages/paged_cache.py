@@ -223,7 +223,11 @@ class PagedCache:
                 if group.window:  # its first page may begin before the window
                     partly |= {number for number, page in enumerate(table) if page >= 0}
                 for number in partly:
-                    if number * tokens >= first_token and number < len(table) and table[number] >= 0:
+                    if (
+                        number * tokens >= first_token
+                        and number < len(table)
+                        and table[number] >= 0
+                    ):
                         self._layers.zero(group, table[number])
 
     def scatter(

@@ -93,7 +93,7 @@ def profile(
     plan = Wanted(longest_tokens, most_batch, repeats, chunk_tokens)
     try:
         measured, samples, root = asyncio.run(_measure(url, api_key, plan, stderr))
-        known = facts(
+        measured_facts = facts(
             measured.model,
             measured.errors,
             samples,
@@ -101,12 +101,12 @@ def profile(
             gpus=gpus,
             start_s=start_s,
         )
-        save(out, known.profile)
+        save(out, measured_facts.profile)
     except (PDConnectorError, ProfileError, OSError) as error:
         said = f"not measured: {error}"
         stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
-    _show(measured, known, out, Console())
+    _show(measured, measured_facts, out, Console())
 
 
 async def _measure(
@@ -131,7 +131,7 @@ async def _measure(
             return measured, await client.metrics(), client.root
 
 
-def _show(measured: Profile, known: Facts, out: Path, console: Console) -> None:
+def _show(measured: Profile, measured_facts: Facts, out: Path, console: Console) -> None:
     model = measured.model
     console.print(_table(measured.measured, measured))
     console.print(
@@ -149,13 +149,13 @@ def _show(measured: Profile, known: Facts, out: Path, console: Console) -> None:
         )
     else:
         console.print("steps with both were not measured: they count as the sum", highlight=False)
-    profile = known.profile
+    profile = measured_facts.profile
     console.print(
         f"room for {profile.kv_tokens:,.0f} tokens, {profile.kv_bytes_per_token:,.0f} bytes a token, start "
         f"{profile.start_s:g} s, {profile.gpus} GPU",
         highlight=False,
     )
-    for reason in known.unknown:
+    for reason in measured_facts.unknown:
         console.print(f"not known: {reason}", highlight=False, markup=False, soft_wrap=True)
     for reason in measured.left_out:
         console.print(f"left out: {reason}", highlight=False, markup=False)

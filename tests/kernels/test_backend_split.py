@@ -168,6 +168,10 @@ def test_vllm_finds_nothing_wrong_with_a_layer_of_a_common_model() -> None:
         ({"use_mla": True}, "MLA not supported"),
         ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
         ({"use_dcp": True}, "DCP not supported"),
+        (
+            {"head_size": 512, "device_capability": DeviceCapability(8, 9)},
+            "head size 512 on compute capability 8.9",
+        ),
         ({"use_rswa": True}, "R-SWA not supported"),
         ({"use_batch_invariant": True}, "batch invariance not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),

@@ -104,9 +104,9 @@ def paged_decode(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dim = v_cache.shape[-1]
     numbers = [NO_MOD if mod is None else mod.number for mod in (score_mod, mask_mod)]
-    tensors, outputs = (q, k_cache, v_cache, block_table, lengths), (return_lse, return_partials)
+    tensors, outputs = [q, k_cache, v_cache, block_table, lengths], (return_lse, return_partials)
     if sinks is not None:
-        tensors = (*tensors, sinks)
+        tensors.append(sinks)
     key = direct_key(plan, tensors, out, causal, window, *numbers, *outputs)
     if launch := known_launch(plan, key):
         out, lse = allocated(q, dim, out, *outputs)

@@ -14,6 +14,8 @@ from pd_connector.pool.far.base import FAR_STORE_GROUP, FarStore
 _BUILT_IN = {
     "redis": "pd_connector.pool.far.redis:RedisStore",
     "rediss": "pd_connector.pool.far.redis:RedisStore",
+    "mooncake": "pd_connector.pool.far.mooncake:MooncakeStore",
+    "s3": "pd_connector.pool.far.s3:S3Store",
 }
 """Imported when an address names them: each imports a client of its own."""
 OPTION = "--far"

@@ -98,8 +98,9 @@ def paged_call(
     batch = (_Swapped if swapped else PagedCall)(
         *(query, kv[..., :dim], kv[..., dim:], table, lengths, 0.1, 1.0, 1.0, True, window),
         *(mods.get("score"), mods.get("mask")),
-        *((torch.zeros(3, dtype=torch.int64), queries) if jagged else (None, 0)),
-        torch.zeros(heads, dtype=BF16) if sinks else None,
+        starts=torch.zeros(3, dtype=torch.int64) if jagged else None,
+        most_queries=queries if jagged else 0,
+        sinks=torch.zeros(heads, dtype=BF16) if sinks else None,
     )
     plan = batch.plan() if listed else plan_of(batch, 264)
     lse = torch.zeros(query.shape[:3])
