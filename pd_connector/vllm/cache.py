@@ -79,7 +79,9 @@ def describe_cache(
                 max(group.layers),
                 group.dtype,
             )
-    geometry = Geometry(own_shard(vllm_config, [layer.number for layer in layers]), merged)
+    replayed = {layer.table for layer in layers if layer.spec.prefix_replay_tokens}
+    shard = own_shard(vllm_config, [layer.number for layer in layers])
+    geometry = Geometry(shard, merged, tuple(sorted(replayed)))
     # For async loads vLLM leaves out the zeroing of new pages that such caches need.
     return PagedCache(views, geometry, clears=bool(kv_cache_config.needs_kv_cache_zeroing))
 
@@ -175,7 +177,6 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         scales=(scales,),
         state_tokens=int(spec.tokens_per_state),
         interleave=_interleave(spec, vllm_config),
-        cached=bool(spec.prefix_cacheable),
     )
     return group, LayerPages(key, value, () if rows is None else (rows,))
 

@@ -27,7 +27,7 @@ _EXTENDED = (
     Geometry(WHOLE, (*geometry_of().groups, state_group((2, 3), gdn(2, 4), table=1))),
     geometry_of(Shard(0, 2, 1, 2, 2, 1, 2), heads=1, interleave=2),
     geometry_of(state_tokens=4),
-    geometry_of(window=8, cached=False),
+    msgspec.structs.replace(geometry_of(window=8), uncached=(0,)),
 )
 """Geometries with the fields of schema 2."""
 

@@ -182,7 +182,7 @@ def test_a_window_that_no_prefix_hit_brings_is_loaded_whole() -> None:
 
 def test_without_that_fact_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harm: vLLM would read what an earlier request left in those pages."""
-    monkeypatch.setattr(kv.SlidingWindowMLASpec, "prefix_cacheable", property(lambda _: True))
+    monkeypatch.setattr(kv.SlidingWindowMLASpec, "prefix_replay_tokens", property(lambda _: 0))
     sources = workers(RINGS, with_rings(), 300, fills=True)
     (worker,) = others = workers(RINGS, with_rings(), 300, fills=False)
     moved(sources, others, first=256)
