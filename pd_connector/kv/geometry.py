@@ -144,8 +144,6 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             the others is in a `state` or a window of its own.
         interleave: tokens in a row that a context-parallel rank holds: rank r has the tokens with
             `(i // interleave) % cp_size == r`. It divides `page_size`. 0: every rank holds all tokens.
-        cached: whether an engine finds these layers in its prefix cache. If not, a load brings all tokens that their window
-            keeps, whatever else the consumer has.
     """
 
     kind: Kind
@@ -165,7 +163,6 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     sections: Annotated[tuple[Section, ...], msgspec.Meta(max_length=64)] = ()
     state_tokens: Positive = 1
     interleave: Count = 0
-    cached: bool = True
 
     @property
     def page_entries(self) -> int:
@@ -182,11 +179,18 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return self.scales[self.layers.index(layer)] if self.scales else (1.0, 1.0)
 
 
-class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's paged cache."""
+class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One rank's paged cache.
+
+    Attributes:
+        uncached: page tables of which the engine keeps nothing in its prefix cache. A load brings all tokens that their
+            window keeps, whatever else the consumer has.
+    """
 
     shard: Shard
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=64)]
+    # Schema 2. Not on the wire if it is empty. (A group with a sixteenth field would have other bytes, even if it is left out.)
+    uncached: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)] = ()
 
     def heads(self, group: Group) -> range:
         """The KV heads of `group` that this rank holds."""
@@ -202,10 +206,10 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def needs_schema(self) -> int:
         """The first wire schema in which this geometry can be said."""
         plain = not self.shard.has_cp and not any(
-            group.kind == "state" or group.state_tokens > 1 or group.interleave or not group.cached
+            group.kind == "state" or group.state_tokens > 1 or group.interleave
             for group in self.groups
         )
-        return 1 if plain else 2
+        return 1 if plain and not self.uncached else 2
 
 
 class Stripe(NamedTuple):

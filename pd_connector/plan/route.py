@@ -34,6 +34,9 @@ class Route:
     verbatim: bool  # whole pages may pass as they are, without a codec
     rules: PlanRules  # by which its tokens are cut into chunks
     section: Section | None = None  # of a state, which passes along this route; None: KV of tokens
+    whole: bool = (
+        False  # all tokens of a window pass: the destination has none of them (`Geometry.uncached`)
+    )
     stripes: Stripes | None = None  # the tokens that both sides hold; None: both hold all
 
     @functools.cached_property
@@ -74,7 +77,7 @@ class Route:
         It is the first one that the destination's window keeps. If whole pages can pass, it is the
         first token of that one's page. If there is an entry for several tokens, it is the first of them.
         """
-        if not self.destination.cached:
+        if self.whole:
             first_token = 0
         if not self.destination.window:
             return first_token - first_token % self.source.state_tokens
@@ -286,6 +289,7 @@ def _route(
         codec=codec,
         verbatim=verbatim,
         rules=rules,
+        whole=theirs.table in destination.uncached,
         stripes=stripes,
     )
 

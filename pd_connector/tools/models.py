@@ -196,14 +196,20 @@ MODELS = (
         ),
     ),
     Model(
-        "DeepSeek V4, V4.1",
-        (
-            "DeepseekV4ForCausalLM",
-            "DeepseekV4ForConditionalGeneration",
-            "DeepseekV41ForCausalLM",
+        "DeepSeek V4",
+        ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
+        "one latent for several tokens, windows of a compressor",
+        Support(
+            Standing.SAME,
+            "pages of vLLM's own formats pass as they are, between engines that are alike. Without a pool",
         ),
-        "one latent for several tokens, windows of a compressor; in V4.1 rings",
-        Support(Standing.REFUSED, "a page has fewer entries than tokens", _ALONE),
+        Support(Standing.REFUSED, "KV pool of a kind of its own", _ALONE),
+    ),
+    Model(
+        "DeepSeek V4.1",
+        ("DeepseekV41ForCausalLM",),
+        "one latent for several tokens, rings of a compressor",
+        Support(Standing.SAME, _STATES),
         Support(Standing.REFUSED, "KV pool of a kind of its own", _ALONE),
     ),
     Model(
@@ -215,14 +221,14 @@ MODELS = (
             "Qwen4ExpForConditionalGeneration",
         ),
         "states, attention and rings",
-        Support(Standing.REFUSED, "rings (CircularBufferSpec)", _ALONE),
+        Support(Standing.SAME, f"{_STATES}. Not with vLLM 0.31"),
         Support(Standing.REFUSED, "KV pool of a kind of its own", _ALONE),
     ),
     Model(
         "Inkling",
         ("InklingForCausalLM", "InklingForConditionalGeneration"),
         "full attention, windows, and convolutions kept as a window without V",
-        Support(Standing.REFUSED, "a window without V, of which each rank holds a part", _ALONE),
+        _SAME,
         Support(Standing.REFUSED, "KV pool of a kind of its own", _ALONE),
     ),
     Model(

@@ -79,7 +79,9 @@ def describe_cache(
                 max(group.layers),
                 group.dtype,
             )
-    geometry = Geometry(own_shard(vllm_config, [layer.number for layer in layers]), merged)
+    replayed = {layer.table for layer in layers if layer.spec.prefix_replay_tokens}
+    shard = own_shard(vllm_config, [layer.number for layer in layers])
+    geometry = Geometry(shard, merged, tuple(sorted(replayed)))
     # For async loads vLLM leaves out the zeroing of new pages that such caches need.
     return PagedCache(views, geometry, clears=bool(kv_cache_config.needs_kv_cache_zeroing))
 
@@ -136,6 +138,7 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         return state_group((layer.number,), sections, layer.table), states
     spec, tensor = layer.spec, layer.tensor
     kind, window = _kind(layer)
+    has_values = kind == "attention" and spec.head_size_v > 0
     kernel_page_size = tensor.shape[2]
     dtype = _dtype(layer, vllm_config)
     convertible = dtype in DTYPES
@@ -143,12 +146,12 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
     packing = CpuPacking.of(vllm_config, layer.name) if tensor.device.type == "cpu" else None
     if convertible and getattr(spec, "state_content_bytes", None) is not None:
         dtype, convertible = f"{dtype} as {_backend(vllm_config, layer.name)} packs it", False
-    if packing is not None and kind == "attention" and not packing.covers(spec, kernel_page_size):
+    if packing is not None and has_values and not packing.covers(spec, kernel_page_size):
         dtype, convertible = f"{dtype} packed as {packing.name}", False
     if convertible:
         tensor = tensor.view(DTYPES[dtype])
         key_dim, value_dim = int(spec.head_size), int(spec.head_size_v)
-        key, value = _halves(tensor, key_dim, value_dim, packing if kind == "attention" else None)
+        key, value = _halves(tensor, key_dim, value_dim, packing if has_values else None)
     else:  # opaque bytes
         tensor = tensor.view(torch.uint8)
         key, value = tensor, None
@@ -174,7 +177,6 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         scales=(scales,),
         state_tokens=int(spec.tokens_per_state),
         interleave=_interleave(spec, vllm_config),
-        cached=bool(spec.prefix_cacheable),
     )
     return group, LayerPages(key, value, () if rows is None else (rows,))
 
@@ -198,9 +200,11 @@ def _heads(layer: _Layer, kind: Kind, vllm_config: "VllmConfig") -> int:
     counts as if it had its own."""
     if kind == "latent":
         return 1
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     if _packs_heads(layer.spec):
-        ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         return int(layer.tensor.shape[1]) * ranks
+    if not layer.spec.head_size_v:  # Inkling's convolutions are shared as K and V are, never copied
+        return int(layer.spec.num_kv_heads) * ranks
     return layer_heads(vllm_config, layer.name, int(layer.spec.num_kv_heads))
 
 
@@ -215,12 +219,7 @@ def _kind(layer: _Layer) -> tuple[Kind, int]:
     if type(spec) in (kv.MLAAttentionSpec, kv.SlidingWindowMLASpec) and spec.num_kv_heads == 1:
         return "latent", window
     if type(spec) in (kv.FullAttentionSpec, kv.SlidingWindowSpec):
-        if spec.head_size_v:
-            return "attention", window
-        raise UnsupportedGeometryError(
-            f"cache of {layer.name} has no V, and each rank holds a part of it, as Inkling's short convolutions do: "
-            f"PDConnector does not move such windows, but states (MambaSpec); {mend}"
-        )
+        return "attention", window  # without V: inputs of Inkling's short convolutions
     if isinstance(spec, kv.ChunkedLocalAttentionSpec):  # Llama 4's; full attention keeps all KV
         mend = "start both engines with --disable-hybrid-kv-cache-manager"
     raise UnsupportedGeometryError(

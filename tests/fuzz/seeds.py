@@ -6,7 +6,8 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-from support.agents import KEY, LONG, TRANSPORTS, WHOLE, Rank
+from support.agents import KEY, LONG, TOKENS, TRANSPORTS, WHOLE, Rank, geometry_of
+from support.state_caches import gdn
 from support.waits import until
 
 from fuzz import control
@@ -14,6 +15,7 @@ from fuzz.script import Kind, Step, write
 from pd_connector.agent import agent as agent_module
 from pd_connector.control.seal import sealed
 from pd_connector.control.sockets import Connection, Listener
+from pd_connector.kv.geometry import Geometry, Shard, state_group
 from pd_connector.protocol.wire import messages, params
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.transport.base import Landed, Transport, Written
@@ -21,6 +23,13 @@ from pd_connector.transport.tcp.frames import ACK, CHUNK, DATA, GREET, PING, Chu
 
 _OFFER, _LOAD, _HOLD, _DROP = 2, 6, 7, 8
 _HONEST = 8
+_EXTENDED = (
+    Geometry(WHOLE, (*geometry_of().groups, state_group((2, 3), gdn(2, 4), table=1))),
+    geometry_of(Shard(0, 2, 1, 2, 2, 1, 2), heads=1, interleave=2),
+    geometry_of(state_tokens=4),
+    msgspec.structs.replace(geometry_of(window=8), uncached=(0,)),
+)
+"""Geometries with the fields of schema 2."""
 
 
 def seeds() -> list[bytes]:
@@ -102,6 +111,12 @@ def _by_hand() -> Iterator[list[Step]]:
     """What a good pair does not say, or not over a control port."""
     consumer, producer = Kind.CONSUMER_SAYS, Kind.PRODUCER_SAYS
     yield [_says(consumer, 0, control.HELLO), _says(consumer, 1, control.READABLE_HELLO)]
+    for geometry in _EXTENDED:
+        hello = msgspec.structs.replace(control.HELLO, extended=geometry)
+        opened = messages.Open("t0", TOKENS, 0, 16, False, [0, 1], 1 << 20, state_token=15)
+        yield [_says(consumer, 0, hello), _says(consumer, 0, opened)]
+        answer = msgspec.structs.replace(control.WELCOME, geometry=geometry)
+        yield [_engine(_LOAD, 2, 0), _says(producer, 0, answer)]
     for which, welcome in enumerate((control.WELCOME, control.READABLE_WELCOME)):
         yield [_engine(_LOAD, 2, which), _says(producer, which, welcome)]
     yield [_engine(_HOLD, 0, 2), _says(producer, 0, messages.Ready("t0")), _engine(_DROP, 0)]

@@ -92,21 +92,6 @@ def test_a_ring_is_not_taken_for_a_window() -> None:
         cache._kind(layer)
 
 
-def test_a_windowed_state_of_a_convolution_is_not_taken_for_a_latent() -> None:
-    """Inkling keeps inputs of its short convolutions as a window without V, a part of the heads on each rank."""
-    spec = kv.SlidingWindowSpec(
-        block_size=4,
-        num_kv_heads=2,
-        head_size=64,
-        head_size_v=0,
-        dtype=torch.bfloat16,
-        sliding_window=4,
-    )
-    layer = cache._Layer(0, "layers.0.conv_state", 0, spec, torch.zeros(1))
-    with pytest.raises(UnsupportedGeometryError, match=r"layers\.0\.conv_state.*convolution"):
-        cache._kind(layer)
-
-
 def test_hidden_states_of_several_layers_are_not_taken_for_a_latent() -> None:
     spec = kv.HiddenStateCacheSpec(block_size=16, num_kv_heads=3, head_size=8, dtype=torch.bfloat16)
     layer = cache._Layer(0, "layers.0.hidden", 0, spec, torch.zeros(1))

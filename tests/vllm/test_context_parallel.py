@@ -22,6 +22,7 @@ from support.vllm_steps import OFFER, PAGE, SteppedEngine
 from vllm.v1 import kv_cache_interface as kv
 
 from pd_connector.kv.geometry import Shard, pages_for
+from pd_connector.plan import route
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.vllm.connector import PDConnector
@@ -115,7 +116,9 @@ def test_ranks_of_another_order_are_found_by_the_elements(monkeypatch: pytest.Mo
         Shard, "cp_rank", property(lambda shard: shard.pcp_rank * shard.tp_size + shard.tp_rank)
     )
     others = workers(ONE, MLA, TOKENS, fills=False)
+    route._routes.cache_clear()  # it may know these engines
     moved(sources, others)
+    route._routes.cache_clear()
     assert any(worker.problem() for worker in others)
 
 

@@ -44,7 +44,7 @@ def leave_tokens(request: "Request", count: int) -> None:
     consumer computes it and fetches nothing.
 
     Raises:
-        ValueError: the request wants to know more of its prompt than a shorter one has, or an image would be cut.
+        ValueError: the request wants to know more of its prompt than a shorter one has.
     """
     params = request.sampling_params
     if params is not None and params.prompt_logprobs is not None:
@@ -55,13 +55,6 @@ def leave_tokens(request: "Request", count: int) -> None:
     tokens = request.num_prompt_tokens - count
     if tokens < 1:
         return
-    for feature in request.mm_features:
-        place = feature.mm_position
-        if place.offset + place.length > tokens:
-            raise ValueError(
-                f"its last {count} tokens, which a prefill engine of this model leaves to the decode engine, are of an image "
-                "or of another input: put text behind it"
-            )
     assert request.prompt_token_ids is not None  # `check_movable` has seen to it
     # vLLM's own object may belong to the client's half of the engine, too.
     request.prompt_token_ids = request.prompt_token_ids[:tokens]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens of a prompt a prefill engine leaves to the decode engine, and that both sides count alike: rings, a window
+that vLLM replays, and several MTP modules. With vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from support.vllm_steps import OFFER, PAGE, SteppedEngine
+from vllm.config import VllmConfig
+from vllm.v1 import kv_cache_interface as kv
+
+from pd_connector.kv.geometry import Shard
+from pd_connector.protocol.consuming.incoming import Load
+from pd_connector.protocol.producing.outgoing import Offer
+from pd_connector.protocol.wire.peers import Peer, Source
+
+FULL = kv.FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=1, dtype=torch.float32)
+RING = kv.CircularBufferSpec(
+    block_size=8, num_kv_heads=1, head_size=2, head_size_v=0, dtype=torch.float32
+)
+REPLAYED = kv.SlidingWindowMLASpec(
+    block_size=PAGE,
+    num_kv_heads=1,
+    head_size=2,
+    dtype=torch.float32,
+    sliding_window=32,
+    model_version="deepseek_v4",
+    bounded_replay=True,
+)
+SPECS: dict[str, Sequence[Any]] = {
+    "a ring": [FULL, RING],
+    "a replayed window": [FULL, REPLAYED],
+    "both": [FULL, REPLAYED, RING],
+}
+
+
+def engine_of(specs: Sequence[Any], **extra: Any) -> SteppedEngine:
+    engine = SteppedEngine(specs=specs, budget=512, audit="off", caching=False, **extra)
+    engine.side.set_peers((Peer(Source("127.0.0.1", 7, "producer"), Shard(0, 2, 0, 1)),))
+    return engine
+
+
+def offered(engine: SteppedEngine) -> Offer:
+    while True:
+        for command in engine.step():
+            if isinstance(command, Offer) and command.final:
+                return command
+
+
+def loaded(engine: SteppedEngine) -> Load | None:
+    commands = [*engine.step(), *engine.step()]
+    return next((command for command in commands if isinstance(command, Load)), None)
+
+
+@pytest.mark.parametrize("tokens", [2, PAGE, PAGE + 1, 100])
+@pytest.mark.parametrize("kind", SPECS)
+def test_the_last_token_is_left_and_a_ring_is_one_page(kind: str, tokens: int) -> None:
+    producer, consumer = engine_of(SPECS[kind]), engine_of(SPECS[kind])
+    producer.add("p", tokens, 8, **OFFER, transfer_id="t")
+    offer = offered(producer)
+    consumer.fetch("d", tokens)
+    load = loaded(consumer)
+    assert load is not None
+    assert (offer.tokens, load.stop_token) == (tokens - 1, tokens - 1)
+    assert offer.identity == load.identity
+    assert offer.final_token is None, "what was sampled is no answer"
+    position = tokens - 1 if RING in SPECS[kind] else 0
+    assert (offer.state_token, load.state_token) == (position, position)
+    for place, spec in enumerate(SPECS[kind]):
+        if spec is RING:
+            assert list(offer.pages[place]) == list(producer.pages("p")[place])
+            assert len(offer.pages[place]) == len(load.pages[place]) == 1
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> int:
+    """vLLM speculates with 4 MTP modules."""
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _: 4))
+    return 4
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 5, 64, 100])
+@pytest.mark.parametrize("kind", ["no state", *SPECS])
+def test_what_mtp_modules_read_ahead_is_left(kind: str, tokens: int, modules: int) -> None:
+    specs = SPECS.get(kind, [FULL])
+    producer, consumer = engine_of(specs), engine_of(specs)
+    request = producer.add("p", tokens, 8, **OFFER, transfer_id="t")
+    offer = offered(producer)
+    consumer.fetch("d", tokens)
+    load = loaded(consumer)
+    left = tokens - (modules - 1)
+    if left < 1:
+        assert (request.num_prompt_tokens, load) == (tokens, None), (
+            "nothing is wanted of so short a prompt"
+        )
+        return
+    assert load is not None
+    assert (offer.tokens, load.stop_token) == (left, left)
+    assert offer.identity == load.identity
+    assert offer.final_token is None
+
+
+@pytest.mark.parametrize("said", [4, 5])
+def test_of_a_short_prompt_that_a_producer_computed_whole_nothing_is_fetched(
+    said: int, modules: int
+) -> None:
+    """It says how many tokens it has. A decode engine computes the last ones in any case."""
+    consumer = engine_of([FULL])
+    consumer.fetch("d", said, remote_num_tokens=said)
+    load = loaded(consumer)
+    assert load is not None
+    assert load.stop_token == said - (modules - 1)
+
+
+def test_other_models_keep_their_prompts() -> None:
+    """The control."""
+    producer = engine_of([FULL])
+    assert producer.add("p", 100, 8, **OFFER, transfer_id="t").num_prompt_tokens == 100
+    assert offered(producer).tokens == 100
+    consumer = engine_of([FULL])
+    consumer.fetch("d", 100)
+    load = loaded(consumer)
+    assert load is not None
+    assert load.stop_token == 99
