@@ -231,6 +231,17 @@ def test_a_chunk_that_came_already_or_belongs_to_nobody_is_dropped():
     )
 
 
+def test_a_chunk_that_arrives_into_pages_is_awaited_until_it_is_placed():
+    bench = Bench()
+    bench.open()
+    landings = bench.consumer.landings
+    chunk = landings.expected(bench.header(0), 0)
+    assert chunk is not None
+    assert landings.awaits(chunk)
+    bench.land(0, slot=0)
+    assert not landings.awaits(chunk), "its pages may be in use"
+
+
 @pytest.mark.parametrize("chunks", [5, 3, 0, 2**62])
 @pytest.mark.parametrize("complete", [False, True])
 def test_another_plan_than_ours_fails_the_load(chunks: int, complete: bool):
