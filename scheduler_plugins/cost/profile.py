@@ -166,10 +166,10 @@ def load(path: Path) -> CostModel:
         ProfileError: the file cannot be read, or a coefficient is negative.
     """
     try:
-        found = msgspec.json.decode(path.read_bytes())
-        if isinstance(found, dict) and "costs" in found:
-            found = found["costs"]
-        model = msgspec.convert(found, CostModel)
+        content = msgspec.json.decode(path.read_bytes())
+        if isinstance(content, dict) and "costs" in content:
+            content = content["costs"]
+        model = msgspec.convert(content, CostModel)
     except (OSError, msgspec.MsgspecError) as error:
         raise ProfileError(
             f"{path}: not a cost model ({error}); `pd-connector profile` measures a new one"

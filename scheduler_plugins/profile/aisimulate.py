@@ -87,11 +87,11 @@ def step_times(
         (load.tokens, load.pairs // load.tokens - load.tokens >> 1 if load.tokens else 0, load.batch, load.context)
         for load in steps
     ]  # fmt: skip
-    asked = {"model": model, "system": system, "tp": gpus, "steps": rows}
+    request = {"model": model, "system": system, "tp": gpus, "steps": rows}
     try:
         ended = subprocess.run(
             [python or sys.executable, "-P", str(_PROGRAM)],
-            input=json.dumps(asked),
+            input=json.dumps(request),
             capture_output=True,
             text=True,
             timeout=_LIMIT_S,

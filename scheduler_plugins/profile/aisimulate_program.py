@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 def main() -> None:
     """Answer one question."""
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     from aisimulate_core.sdk import (  # type: ignore[import-not-found, unused-ignore]
         ForwardPassPerfModelConfig,
         RustForwardPassPerfModel,
@@ -20,11 +20,11 @@ def main() -> None:
 
     model = RustForwardPassPerfModel.best_available(
         ForwardPassPerfModelConfig(
-            model=asked["model"],
-            system=asked["system"],
+            model=request["model"],
+            system=request["system"],
             backend="vllm",
             worker_type="aggregated",
-            tp=asked["tp"],
+            tp=request["tp"],
             estimation_mode="auto",
             fallback_policy="deny",
         )
@@ -42,7 +42,7 @@ def main() -> None:
             }
         )
         / 1e3
-        for tokens, cached, batch, context in asked["steps"]
+        for tokens, cached, batch, context in request["steps"]
     ]
     json.dump({"version": version("aisimulate"), "seconds": seconds}, sys.stdout)
 

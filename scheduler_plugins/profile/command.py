@@ -114,7 +114,7 @@ def profile(
     plan = Wanted(longest_tokens, most_batch, repeats, chunk_tokens)
     try:
         measured, samples, root = asyncio.run(_measure(url, api_key, plan, stderr))
-        known = facts(
+        described = facts(
             measured.model,
             measured.errors,
             samples,
@@ -122,12 +122,12 @@ def profile(
             gpus=gpus,
             start_s=start_s,
         )
-        save(out, known.profile)
+        save(out, described.profile)
     except (PDConnectorError, ProfileError, OSError) as error:
         said = f"not measured: {error}"
         stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
-    _show(measured, known, out, Console())
+    _show(measured, described, out, Console())
 
 
 def _estimate(
@@ -149,13 +149,15 @@ def _estimate(
             raise ProfileError("--from needs --model (a folder with config.json) and --device")
         sizes = read_model(Path(model))
         chunk = chunk_tokens or CHUNK_TOKENS
-        known = aisimulate.profile(sizes, _known_as(model, sizes.name), device, gpus, chunk, python)
-        save(out, known)
+        described = aisimulate.profile(
+            sizes, _known_as(model, sizes.name), device, gpus, chunk, python
+        )
+        save(out, described)
     except (ProfileError, PlanError, OSError) as error:
         said = f"not estimated: {error}"
         stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
-    errors = known.errors
+    errors = described.errors
     Console().print(
         f"estimated from {aisimulate.NAME}'s predictions, no engine was run: fitted to prefill {errors.prefill or 0:.1%}, "
         f"decode {errors.decode or 0:.1%}, mixed {errors.mixed or 0:.1%}\nwritten: {out}",
@@ -193,7 +195,7 @@ async def _measure(
             return measured, await client.metrics(), client.root
 
 
-def _show(measured: Profile, known: Facts, out: Path, console: Console) -> None:
+def _show(measured: Profile, described: Facts, out: Path, console: Console) -> None:
     model = measured.model
     console.print(_table(measured.measured, measured))
     console.print(
@@ -211,13 +213,13 @@ def _show(measured: Profile, known: Facts, out: Path, console: Console) -> None:
         )
     else:
         console.print("steps with both were not measured: they count as the sum", highlight=False)
-    profile = known.profile
+    profile = described.profile
     console.print(
         f"room for {profile.kv_tokens:,.0f} tokens, {profile.kv_bytes_per_token:,.0f} bytes a token, start "
         f"{profile.start_s:g} s, {profile.gpus} GPU",
         highlight=False,
     )
-    for reason in known.unknown:
+    for reason in described.unknown:
         console.print(f"not known: {reason}", highlight=False, markup=False, soft_wrap=True)
     for reason in measured.left_out:
         console.print(f"left out: {reason}", highlight=False, markup=False)

@@ -69,17 +69,17 @@ class Examined(NamedTuple):
 def _is_folder(config: str) -> bool:
     try:
         return Path(config).is_dir()
-    except (OSError, ValueError):  # JSON is no path
+    except (OSError, ValueError):  # JSON is not a path
         return False
 
 
 def _in_folder(folder: Path, environment: Mapping[str, str]) -> list[Examined]:
     """What is wrong with a folder, and with the configs in its files."""
-    found = [extension.load()(folder) for extension in load_entry_points(FOLDERS).values()]
-    known = [finding for findings in found for finding in findings or ()]
-    if all(findings is None for findings in found):
+    answers = [extension.load()(folder) for extension in load_entry_points(FOLDERS).values()]
+    mistakes = [finding for findings in answers for finding in findings or ()]
+    if all(findings is None for findings in answers):
         advice = "give a file, or the folder that `pd-router plan --out` wrote"
-        known = [Finding(str(folder), "folder", Status.FAIL, "is no folder of a plan", advice)]
+        mistakes = [Finding(str(folder), "folder", Status.FAIL, "is no folder of a plan", advice)]
     scripts = _examined(
         [(str(path), path.read_text(errors="replace")) for path in sorted(folder.glob("*.sh"))],
         environment,
@@ -93,7 +93,7 @@ def _in_folder(folder: Path, environment: Mapping[str, str]) -> list[Examined]:
         part._replace(findings=[it for it in part.findings if it.status is not Status.OK])
         for part in (scripts, *files)
     ]
-    return [Examined(known, []), *wrong]
+    return [Examined(mistakes, []), *wrong]
 
 
 def examine(config: str, environment: Mapping[str, str]) -> Examined:

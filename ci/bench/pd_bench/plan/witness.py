@@ -45,7 +45,7 @@ _PROGRAM = Path(__file__).with_name("witness_program.py")
 
 
 class FleetKind(NamedTuple):
-    """Eight engines: so many of them prefill; 0: all do both."""
+    """Eight engines: how many of them prefill; 0: all do both."""
 
     prefill: int
     chunk_tokens: int
@@ -106,16 +106,16 @@ def ask(traffics: Sequence[Traffic], python: str, source: str) -> Witness:
     }
     seen = list[Seen]()
     with tempfile.TemporaryDirectory() as folder:
-        lines, asked = list[str](), list[tuple[int, FleetKind]]()
+        lines, questions = list[str](), list[tuple[int, FleetKind]]()
         for n, each in enumerate(traffics):
             path = Path(folder) / f"{n}.jsonl"
             path.write_text("\n".join(_rows(each)) + "\n")
             for fleet in FLEETS:
                 room = profiles[str(fleet.chunk_tokens)].kv_tokens
                 lines.append(json.dumps(config(path, fleet, room)))
-                asked.append((n, fleet))
+                questions.append((n, fleet))
         answers = run(lines, python)
-        for (n, fleet), answer in zip(asked, answers, strict=True):
+        for (n, fleet), answer in zip(questions, answers, strict=True):
             if "error" in answer:
                 raise BenchError(f"{fleet.name}: {answer['error']}")
             part = answer["in_time"] / len(traffics[n].requests)

@@ -12,23 +12,23 @@ import sys
 
 def main() -> None:
     """Answer every line."""
-    from aisimulate import (  # type: ignore[import-not-found, unused-ignore]
+    from aisimulate import (  # type: ignore[import-not-summary, unused-ignore]
         CorePredictionConfig,
         EngineReplayRunnerFactory,
     )
-    from aisimulate.predict import (  # type: ignore[import-not-found, unused-ignore]
+    from aisimulate.predict import (  # type: ignore[import-not-summary, unused-ignore]
         run_prediction,
     )
 
     for line in sys.stdin:
         try:
             config = CorePredictionConfig.model_validate(json.loads(line))
-            found = run_prediction(
+            summary = run_prediction(
                 config, stack="engine", runner_factory=EngineReplayRunnerFactory()
             ).summary
             said = {
-                "in_time": found["goodput_completed_requests"],
-                "served": found["completed_requests"],
+                "in_time": summary["goodput_completed_requests"],
+                "served": summary["completed_requests"],
             }
         except Exception as error:  # one prediction of many
             said = {"error": f"{type(error).__name__}: {error}"[:500]}
