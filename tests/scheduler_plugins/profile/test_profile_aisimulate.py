@@ -90,7 +90,6 @@ def test_it_is_fitted_to_what_is_predicted_and_called_estimated(folder: Path, ca
         (("--device", "H10"), "AISimulate has no data of it; known are A100"),
         ((), "--from needs --model"),
         (("--device", "L4", "--gpus", "2"), "cannot predict meta-llama/Llama-3.1-8B on l4: ValueError: no data"),
-        (("--device", "L4"), "too few for 16 GB of weights on L4"),
         (("--device", "H100", "--url", "http://127.0.0.1:1"), "one of both"),
     ],
 )  # fmt: skip
