@@ -224,13 +224,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def _host_problems(self) -> Iterator[ConfigError]:
         if is_wildcard(self.host):
-            wanted = (
+            required = (
                 "must be the name or address under which peers reach this engine, not a wildcard"
             )
-            yield wrong("host", self.host, wanted)
+            yield wrong("host", self.host, required)
         elif not is_host(self.host):
-            wanted = "must be a name or an address alone, without scheme and port"
-            yield wrong("host", self.host, wanted)
+            required = "must be a name or an address alone, without scheme and port"
+            yield wrong("host", self.host, required)
         elif not self.permits(self.host):
             yield ConfigError(
                 f"host {self.host!r} without a key: only loopback addresses are allowed then. "
@@ -253,39 +253,37 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             yield wrong("transports", names, "must name each one once")
 
 
-def _unknown_key(name: str, known: tuple[str, ...]) -> str:
-    hint = did_you_mean(name, known) or f"known keys: {', '.join(known)}"
+def _unknown_key(name: str, names: tuple[str, ...]) -> str:
+    hint = did_you_mean(name, names) or f"known keys: {', '.join(names)}"
     return f"unknown config key {name!r}: {hint}"
 
 
 def _ill_typed(values: Mapping[str, Any], reason: str) -> str:
     path = reason.rpartition("at `$.")[2].rstrip("`") if "at `$." in reason else ""
     name = path.split("[")[0]
-    wanted = _choices(name, values.get(name)) or reason.partition(" - at")[0]
-    found = name if name == "key" else f"{name} {values[name]!r}" if name in values else "config"
-    return (
-        f"{found}: {wanted}{_rewritten(name, values.get(name), wanted)} (config key {name or '?'})"
-    )
+    required = _choices(name, values.get(name)) or reason.partition(" - at")[0]
+    subject = name if name == "key" else f"{name} {values[name]!r}" if name in values else "config"
+    return f"{subject}: {required}{_rewritten(name, values.get(name), required)} (config key {name or '?'})"
 
 
 def _choices(name: str, value: object) -> str:
     """Which texts a key takes, and which of them was probably meant; "" for a key that takes any text or none."""
     hint = get_type_hints(Config).get(name)
     kinds = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-    known = [str(word) for kind in kinds for word in get_args(kind)]
-    if not known:
+    words = [str(word) for kind in kinds for word in get_args(kind)]
+    if not words:
         return ""
     number = " or a number" if float in get_args(hint) else ""
-    wanted = f"must be {' or '.join(f'`{word}`' for word in known)}{number}"
-    near = did_you_mean(value, known)
-    return f"{near} It {wanted}" if near else wanted
+    required = f"must be {' or '.join(f'`{word}`' for word in words)}{number}"
+    near = did_you_mean(value, words)
+    return f"{near} It {required}" if near else required
 
 
-def _rewritten(name: str, value: object, wanted: str) -> str:
+def _rewritten(name: str, value: object, required: str) -> str:
     """How to write a text of which another type is wanted; "" if that cannot be told."""
     if not isinstance(value, str):
         return ""
-    if wanted.startswith("Expected `array`"):
+    if required.startswith("Expected `array`"):
         return f": write [{msgspec.json.encode(value).decode()}]"
     with contextlib.suppress(msgspec.DecodeError):
         msgspec.convert({name: msgspec.json.decode(value)}, Config)

@@ -25,16 +25,16 @@ _LEAST_SWITCH_MS = 0.05
 
 
 class _Rule(NamedTuple):
-    """What one value must be. `holds` says whether it is, `wanted` is for the error."""
+    """What one value must be. `holds` says whether it is, `required` is for the error."""
 
     name: str
     holds: Callable[[Any], bool]
-    wanted: str
+    required: str
 
 
 def _within(name: str, least: float, most: float, unit: str = "") -> _Rule:
-    wanted = f"must be from {least:g} to {most:.7g}{unit}"
-    return _Rule(name, lambda value: least <= value <= most, wanted)
+    required = f"must be from {least:g} to {most:.7g}{unit}"
+    return _Rule(name, lambda value: least <= value <= most, required)
 
 
 _RULES = (
@@ -55,26 +55,26 @@ _RULES = (
 )
 
 
-def wrong(name: str, value: object, wanted: str) -> ConfigError:
+def wrong(name: str, value: object, required: str) -> ConfigError:
     """The error about one value."""
-    return ConfigError(f"{name} {value}: {wanted} (config key {name})")
+    return ConfigError(f"{name} {value}: {required} (config key {name})")
 
 
 def value_problems(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     """An error for each number, text and port that cannot work, alone or beside the others."""
     seconds = [_within(name, _LEAST_S, _MOST_S, " seconds") for name in values if name[-2:] == "_s"]
-    for name, holds, wanted in (*_RULES, *seconds):
+    for name, holds, required in (*_RULES, *seconds):
         if not holds(values[name]):
-            yield wrong(name, values[name], wanted)
+            yield wrong(name, values[name], required)
     for name in ("session_timeout_s", "lease_s", "agent_timeout_s"):
         if values[name] < 2 * values["heartbeat_s"]:
-            wanted = f"must be at least twice heartbeat_s ({values['heartbeat_s']})"
+            required = f"must be at least twice heartbeat_s ({values['heartbeat_s']})"
             reason = "or one late heartbeat ends a healthy session"
-            yield wrong(name, values[name], f"{wanted}, {reason}")
+            yield wrong(name, values[name], f"{required}, {reason}")
     for entry in values["peers"]:
         if not is_peer_entry(entry):
-            wanted = f"{entry!r} must be a network such as 10.0.0.0/8, an address or a name"
-            yield wrong("peers", values["peers"], wanted)
+            required = f"{entry!r} must be a network such as 10.0.0.0/8, an address or a name"
+            yield wrong("peers", values["peers"], required)
     yield from _port_problems(values["control_port"], values["data_port"])
 
 

@@ -106,7 +106,7 @@ HANDOFF_FAILED = "the handoff failed, and the decode engine knows"
 hears of it at the same time and goes on by itself, so a router lets it."""
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, words: Iterable[str]) -> str:
     """`did you mean 'X'?` if one of the known words is close to this one, else an empty string."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+    near = difflib.get_close_matches(str(name), list(words), n=1)
     return f"did you mean {near[0]!r}?" if near else ""

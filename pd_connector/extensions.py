@@ -5,6 +5,7 @@ object of a module for which the name stands. Each group of entry points is one 
 | group | one entry is |
 |---|---|
 | `pd_connector.transports` | a function that makes a transport (`transport/registry.py`) |
+| `pd_connector.far_stores` | a store of several hosts behind the KV pool (`pool/far/base.py`) |
 | `pd_connector.codecs` | a codec (`kv/coding.py`) |
 | `pd_connector.commands` | a command of `pd-connector` |
 | `pd_connector.benchmarks` | a command of `pd-connector bench` |
@@ -100,7 +101,7 @@ class Faults:
         self._logger = logger
         self._instead = instead
         self._traced: set[type[BaseException]] = set()
-        self._told: dict[str, tuple[float, int]] = {}  # by kind: when, and faults since
+        self._noted: dict[str, tuple[float, int]] = {}  # by kind: when, and faults since
 
     def note(self, kind: str, what: str, now_s: float, raised: BaseException | None = None) -> None:
         """Note one fault.
@@ -112,13 +113,13 @@ class Faults:
             raised: what the other package's code raised, if it did.
         """
         new = raised is not None and type(raised) not in self._traced
-        told_s, since = self._told.get(kind, (-math.inf, 0))
+        told_s, since = self._noted.get(kind, (-math.inf, 0))
         if now_s < told_s + TELL_S and not new:
-            self._told[kind] = told_s, since + 1
+            self._noted[kind] = told_s, since + 1
             return
         if raised is not None:
             self._traced.add(type(raised))
-        self._told[kind] = now_s, 0
+        self._noted[kind] = now_s, 0
         more = f" ({since} more of this kind since the last line)" if since else ""
         trace = raised if new else None
         self._logger.error("%s; %s%s", what, self._instead, more, exc_info=trace)
@@ -132,21 +133,21 @@ def load_entry_points(group: str) -> Mapping[str, Extension]:
     for point in entry_points(group=group):
         points.setdefault(point.name, {}).setdefault(point.value, point)
     return MappingProxyType(
-        {name: Extension(name, group, found.values()) for name, found in sorted(points.items())}
+        {name: Extension(name, group, sources.values()) for name, sources in sorted(points.items())}
     )
 
 
 def unknown_name(
-    kind: str, name: str, known: Iterable[str], group: str, config_key: str
+    kind: str, name: str, own_names: Iterable[str], group: str, config_key: str
 ) -> ConfigError:
     """The error for a name that neither this package nor another one defines.
 
     Args:
         kind: what the name stands for, such as "transport".
-        known: the names that this package defines; those of `group` are added.
+        own_names: the names that this package defines; those of `group` are added.
         config_key: where the name was found.
     """
-    names = dict.fromkeys([*known, *load_entry_points(group)])
+    names = dict.fromkeys([*own_names, *load_entry_points(group)])
     meant = did_you_mean(name, names)
     return ConfigError(
         f"{kind} {name!r} is not known: {meant + ' There' if meant else 'there'} are {', '.join(names)} (config key {config_key}); other packages "

@@ -64,10 +64,10 @@ def port_range(written: int | str) -> range:
     first, dash, last = str(written).partition("-")
     if not (first.isdecimal() and (last.isdecimal() or not dash)):
         raise ValueError('must be a port, or a range of ports such as "7100-7107"')
-    found = range(int(first), int(last or first) + 1)
-    if found != range(1) and not (found and found[0] > 0 and found[-1] < 1 << 16):
+    ports = range(int(first), int(last or first) + 1)
+    if ports != range(1) and not (ports and ports[0] > 0 and ports[-1] < 1 << 16):
         raise ValueError("must be between 1 and 65535, the smaller port first")
-    return found
+    return ports
 
 
 def stray_character(text: str) -> str:
@@ -75,8 +75,10 @@ def stray_character(text: str) -> str:
 
     Python's `urlsplit` drops line breaks, tabs, and spaces at the beginning without a word.
     """
-    found = next((one for one in text if one.isspace() or not one.isprintable()), "")
-    return f"it has {found!r} in it" if found else ""
+    stray = next(
+        (character for character in text if character.isspace() or not character.isprintable()), ""
+    )
+    return f"it has {stray!r} in it" if stray else ""
 
 
 def server_url(given: str) -> str:
@@ -86,24 +88,24 @@ def server_url(given: str) -> str:
         ValueError: it is not such a URL.
     """
     url = given if "://" in given else f"http://{given}"
-    wanted = "must look like http://host:port"
+    form = "must look like http://host:port"
     if stray := stray_character(given):
-        raise ValueError(f"{wanted}; {stray}")
+        raise ValueError(f"{form}; {stray}")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
         rest = url.partition("://")[2]
         if "," in rest:
-            wanted += "; name each URL by itself, without commas"
+            form += "; name each URL by itself, without commas"
         elif rest.count(":") > 1:
-            wanted += "; an IPv6 address needs brackets, as in http://[::1]:8100"
-        raise ValueError(wanted) from None
+            form += "; an IPv6 address needs brackets, as in http://[::1]:8100"
+        raise ValueError(form) from None
     host = parts.hostname or ""
     if parts.scheme not in ("http", "https") or not is_host(host) or host.isdigit() or port == 0:
-        raise ValueError(wanted)
+        raise ValueError(form)
     if parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{wanted}, without query, fragment or user name")
+        raise ValueError(f"{form}, without query, fragment or user name")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 

@@ -97,11 +97,11 @@ class Outage(NamedTuple):
     """No KV arrives at an engine.
 
     Attributes:
-        found: what its metrics say, in a sentence.
+        finding: what its metrics say, in a sentence.
         advice: what to do.
     """
 
-    found: str
+    finding: str
     advice: str
 
 
@@ -126,7 +126,7 @@ def unread_in(gauges: Mapping[str, float]) -> str:
     return weights_read(read_bytes, nbytes) if read_bytes < nbytes else ""
 
 
-def told(causes: Mapping[Cause, int] | Mapping[str, int]) -> str:
+def counts_text(causes: Mapping[Cause, int] | Mapping[str, int]) -> str:
     """Counts by cause as text, most first, such as `unreachable 40, stalled 2`."""
     ordered = sorted(causes.items(), key=lambda item: -item[1])
     return ", ".join(f"{cause} {count}" for cause, count in ordered)
@@ -160,18 +160,20 @@ def staged_in(metrics: str) -> str:
     for name, labels, value in samples_in(metrics):
         if name == "staged_sessions" and "cause" in labels and value > 0:
             causes[labels["cause"]] += int(value)
-    told = [f"{cause} {count} ({_STAGED.get(cause, '?')})" for cause, count in causes.most_common()]
-    return "; ".join(told)
+    counted = [
+        f"{cause} {count} ({_STAGED.get(cause, '?')})" for cause, count in causes.most_common()
+    ]
+    return "; ".join(counted)
 
 
 def handoffs_in(metrics: str) -> dict[str, int]:
     """Outcomes of requests whose prompts another engine computed, since a decode engine's start, from its
     `/metrics`."""
-    found = Counter[str]()
+    outcomes = Counter[str]()
     for name, labels, value in samples_in(metrics):
         if name == "handoffs" and "cause" in labels:
-            found[labels["cause"]] += int(value)
-    return dict(found)
+            outcomes[labels["cause"]] += int(value)
+    return dict(outcomes)
 
 
 def outage_in(metrics: str) -> Outage | None:
@@ -187,26 +189,26 @@ def outage_in(metrics: str) -> Outage | None:
         return _failing(by_cause["failed_transfers"])
     ignored, no_handoff = by_cause["ignored_params"], by_cause["unmoved_prompts"]
     # A request whose parameters were ignored counts as a handoff with that cause, too.
-    asked = by_cause["handoffs"] - ignored
-    if asked or any(totals[name] > 0 for name in _USED) or not +(ignored + no_handoff):
+    handoffs = by_cause["handoffs"] - ignored
+    if handoffs or any(totals[name] > 0 for name in _USED) or not +(ignored + no_handoff):
         return None
     return _unasked(ignored, no_handoff)
 
 
 def _failing(failed: Counter[str]) -> Outage:
-    known = Counter(
+    by_cause = Counter(
         {Cause(cause): count for cause, count in failed.items() if cause in list(Cause)}
     )
-    telling = [cause for cause in known if cause not in HARMLESS]
-    worst = max(telling, key=lambda cause: known[cause], default=Cause.INTERNAL)
-    found = f"no KV has arrived there for a minute; transfers failed since its start: {told(known)}"
-    return Outage(found, remedy(worst))
+    telling = [cause for cause in by_cause if cause not in HARMLESS]
+    worst = max(telling, key=lambda cause: by_cause[cause], default=Cause.INTERNAL)
+    finding = f"no KV has arrived there for a minute; transfers failed since its start: {counts_text(by_cause)}"
+    return Outage(finding, remedy(worst))
 
 
 def _unasked(ignored: Counter[str], no_handoff: Counter[str]) -> Outage:
     causes = +(ignored + no_handoff)
-    found = f"no KV has moved there since its start: no request has asked for it so that it can be followed ({told(causes)})"
+    finding = f"no KV has moved there since its start: no request has asked for it so that it can be followed ({counts_text(causes)})"
     worst = causes.most_common(1)[0][0]
     if worst in no_handoff:
-        return Outage(found, UNASKED.get(worst, ""))
-    return Outage(found, remedy(Cause(worst)) if worst in list(Cause) else "")
+        return Outage(finding, UNASKED.get(worst, ""))
+    return Outage(finding, remedy(Cause(worst)) if worst in list(Cause) else "")

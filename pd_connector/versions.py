@@ -43,7 +43,7 @@ def advice(version: str, name: str = "vllm") -> str:
 
 def python_advice(version: tuple[int, ...]) -> str:
     """What to do about an unsupported version of Python; empty for a supported one."""
-    first, last = (".".join(map(str, one)) for one in PYTHON)
+    first, last = (".".join(map(str, version_parts)) for version_parts in PYTHON)
     return "" if PYTHON[0] <= version[:2] <= PYTHON[1] else f"{first} to {last} are supported"
 
 

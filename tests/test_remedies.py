@@ -20,7 +20,7 @@ def test_causes_that_say_nothing_of_an_outage_do_not_decide_what_is_advised() ->
     outage = outage_in(METRICS)
     assert outage is not None
     assert outage.advice == remedy(Cause.AUTHENTICATION)
-    assert "window 900" in outage.found, "all of them are told"
+    assert "window 900" in outage.finding, "all of them are told"
 
 
 def test_without_any_other_cause_the_table_is_named() -> None:
@@ -48,7 +48,7 @@ pd_connector:sent_chunks_total{engine="0"} 0.0
 def test_an_engine_that_no_proxy_asks_for_kv_is_told_apart_from_a_healthy_one() -> None:
     outage = outage_in(SILENT)
     assert outage is not None
-    assert "no_params 14, malformed_params 3" in outage.found
+    assert "no_params 14, malformed_params 3" in outage.finding
     assert "sends no kv_transfer_params" in outage.advice
 
 

@@ -25,7 +25,7 @@ DEADLINE_S = SETTINGS["connect_timeout_s"] + SETTINGS["wait_timeout_s"] + _BUSY_
 """A load without an outcome after this time is lost. By the config it waits at most for the first two terms. The rest
 is for a busy machine."""
 _PAUSE_S = 16 * SETTINGS["stall_timeout_s"]
-"""A producer that did not answer waiting requests gets no requests for this time (`protocol/consuming/silences.py`), after six
+"""A producer that did not answer waiting requests gets no requests for this time (`protocol/consuming/peer_backoff.py`), after six
 times in a row. On a busy machine a chunk can take longer than `stall_timeout_s`."""
 RECOVERY_S = SETTINGS["session_timeout_s"] + SETTINGS["connect_timeout_s"] + DEADLINE_S + _PAUSE_S
 """After the cause of a fault is gone, a transfer must succeed within this time. The silence is noticed, a session is

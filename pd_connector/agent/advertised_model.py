@@ -40,11 +40,11 @@ class _Reading:
     def __init__(
         self,
         parts: Iterable[CheckpointFiles],
-        told: Callable[[], None],
+        ended: Callable[[], None],
         progressed: Callable[[int, int], None],
     ) -> None:
         self._readers: list[WeightsReader] = [reading(part) for part in parts]
-        self._told, self._progressed = told, progressed
+        self._all_ended, self._progressed = ended, progressed
         self._left = len(self._readers)
         self._lock = threading.Lock()
         self.over = False
@@ -80,7 +80,7 @@ class _Reading:
             if self.over or self._left:
                 return
             self._tell_progress()
-            self._told()
+            self._all_ended()
             self.over = True
 
 
@@ -196,12 +196,14 @@ class AdvertisedModel:
         draft = self._draft.files if self._draft else ()
         parts = list(dict.fromkeys([*files, *draft]))
 
-        def told() -> None:
+        def all_read() -> None:
             self._know(files)
             for part in parts:
                 part.close()
 
-        self._reading = _Reading(parts, told, lambda *nbytes: self._submit(ReadWeights(*nbytes)))
+        self._reading = _Reading(
+            parts, all_read, lambda *nbytes: self._submit(ReadWeights(*nbytes))
+        )
 
     def _know(self, files: Sequence[CheckpointFiles]) -> None:
         """All that is to be read was read: called by a reader's thread, unless it was stopped."""
@@ -211,8 +213,8 @@ class AdvertisedModel:
                 logger.warning(
                     "the draft model is not known, so this engine takes no KV: %s", problem
                 )
-            known = combined([part.weights for part in self._draft.files])
-            draft = b"" if problems else draft_fingerprint(self._draft.config, known)
+            weights_read = combined([part.weights for part in self._draft.files])
+            draft = b"" if problems else draft_fingerprint(self._draft.config, weights_read)
             self._at_start = msgspec.structs.replace(self._at_start, draft=draft)
             self._draft = None
         if problems := [part.problem for part in files if part.problem]:

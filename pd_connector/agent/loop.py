@@ -274,7 +274,18 @@ class Loop:
             if store and trust:
                 writer = Writer(engine, identity.engine_id, codecs.passed)
                 self.pool_side = PoolSide(
-                    resources, store, trust, writer, codecs, len(shards) or 1, gate, report
+                    cache,
+                    telemetry,
+                    commands.wake,
+                    identity.facts,
+                    store,
+                    trust,
+                    writer,
+                    codecs,
+                    len(shards) or 1,
+                    gate,
+                    report,
+                    experts=bool(audits and audits.experts),
                 )
         except BaseException:
             self.close()

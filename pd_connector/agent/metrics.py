@@ -20,6 +20,7 @@ COUNTERS = {
     "closed_connections": "Connections closed because no session came over them (producer).",
     "session_errors": "Sessions and transfers ended because of an unexpected exception.",
     "pool_hits": "Chunks loaded from the pool instead of being computed.",
+    "pool_far_hits": "Those of them that were brought from the far store.",
     "pool_loaded_bytes": "Bytes of these chunks, counted by each rank.",
     "agent_restarts": "Times it was started again.",
 }

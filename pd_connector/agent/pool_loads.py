@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads chunks from the pool: threads read and verify them, and the agent's thread writes them into pages or compares them."""
 
+import contextlib
 import logging
 import queue
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.thread_priority import prefer_this_thread
 from pd_connector.errors import Cause, Miss, PDConnectorError, PoolError
@@ -191,6 +192,9 @@ class ChunkLoads:
         self._fillings.append(filling)
         if fill.compares:
             filling.comparison = Comparison(fill.chunks[0].adapter, experts=self._experts)
+        else:
+            with contextlib.suppress(RevokedError), self._gate.touching(fill.request):
+                self._cache.clear(fill.pages, fill.first_token, fill.stop_token, fence)
         if fill.model != model_root(facts):
             filling.fail(numbers[0], Cause.MODEL, "the weights have changed")
         self._begin_reads(filling)
@@ -271,6 +275,8 @@ class ChunkLoads:
             raise
         except PoolError as error:
             filling.fail(chunk.number, Cause.POOL, str(error), error.cause)
+        except RevokedError as error:  # the engine has emptied its cache
+            filling.fail(chunk.number, Cause.POOL, str(error))
         except Exception as error:
             logger.exception("pool: a chunk could not be placed")
             filling.fail(chunk.number, Cause.INTERNAL, repr(error))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pd_connector.agent.page_gate import AbandonedError, PageGate
+from pd_connector.agent.page_gate import AbandonedError, PageGate, RevokedError
 from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.errors import PDConnectorError
 from pd_connector.kv.model import ModelFacts
@@ -218,6 +218,8 @@ class ChunkSaves:
                 copied = True
         except AbandonedError:
             raise
+        except RevokedError:
+            copied = False  # the engine has emptied its cache
         except Exception:
             logger.exception("pool: a chunk could not be copied")
         finally:

@@ -14,8 +14,8 @@ from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.pool_loads import ChunkLoads
 from pd_connector.agent.pool_saves import ChunkSaves, writers
-from pd_connector.agent.resources import RankResources
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.codecs import PoolCodecs
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.loader import Loader
@@ -23,12 +23,16 @@ from pd_connector.pool.record import Writer
 from pd_connector.pool.saver import Saver
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.trust import WriterTrust
+from pd_connector.telemetry import Telemetry
 
 
 class PoolSide:
     """Used by the agent's thread only.
 
     Args:
+        cache: of the rank.
+        wake: makes the thread take another turn; for any thread.
+        facts: the model that the engine serves.
         store: keeps the chunks.
         trust: the writers whose chunks are used.
         writer: this engine, as records name it.
@@ -36,11 +40,15 @@ class PoolSide:
         parts: number of its ranks.
         gate: the engine's thread shuts it for requests whose pages must not be touched.
         report: takes every outcome.
+        experts: the model is a mixture of experts (`Comparison`).
     """
 
     def __init__(
         self,
-        resources: RankResources,
+        cache: PagedCache,
+        telemetry: Telemetry,
+        wake: Callable[[], None],
+        facts: ModelFacts,
         store: Store,
         trust: WriterTrust,
         writer: Writer,
@@ -48,15 +56,15 @@ class PoolSide:
         parts: int,
         gate: PageGate,
         report: Callable[[Outcome], None],
+        *,
+        experts: bool = False,
     ) -> None:
-        cache, telemetry = resources.cache, resources.telemetry
-        self._wake, self._store, self._telemetry = resources.wake, store, telemetry
-        self._facts = resources.identity.facts
+        self._wake, self._store, self._telemetry = wake, store, telemetry
+        self._facts = facts
         self._trust = trust
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         saver = Saver(store, cache.geometry, writer, parts)
         loader = Loader(store, cache.geometry, codecs.readable)
-        experts = bool(resources.audits and resources.audits.experts)
         self._saves = ChunkSaves(
             cache, gate, saver, codecs.at_rest, writers(parts), telemetry, report, self._then
         )

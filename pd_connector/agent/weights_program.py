@@ -29,8 +29,8 @@ def main() -> None:
     cache, files = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_the_engine, daemon=True).start()
     opened = [OpenFile(Path(path), descriptor) for path, descriptor in files]
-    found = fingerprint(opened, Path(cache) if cache else None, _Progress().add)
-    print("weights", found.hex())
+    weights = fingerprint(opened, Path(cache) if cache else None, _Progress().add)
+    print("weights", weights.hex())
 
 
 class _Progress:

@@ -134,7 +134,7 @@ class WeightsReader:
             own = {core for task in os.listdir("/proc/self/task") for core in _cores(int(task))}
             os.sched_setaffinity(0, own)
         files = [(str(file.path), file.descriptor) for file in self.part.files]
-        told = json.dumps([str(cache) if cache else None, files])
+        order = json.dumps([str(cache) if cache else None, files])
         command = [sys.executable, "-P", "-c", _PROGRAM, _ROOT]
         with subprocess.Popen(
             command,
@@ -149,7 +149,7 @@ class WeightsReader:
                 self._program = program
                 if self.stopped:
                     program.kill()
-            program.stdin.write(told + "\n")
+            program.stdin.write(order + "\n")
             program.stdin.flush()
             for line in program.stdout:
                 words = line.split()
@@ -162,8 +162,8 @@ def reading(part: CheckpointFiles) -> WeightsReader:
     """The reader of a checkpoint. Its reading has begun before, or begins now."""
     if part.reader is None or part.reader.stopped:
         part.reader = WeightsReader(part, cache_file())
-    found: WeightsReader = part.reader
-    return found
+    reader: WeightsReader = part.reader
+    return reader
 
 
 def _cores(task: int) -> set[int]:

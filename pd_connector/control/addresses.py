@@ -22,11 +22,11 @@ def numeric(host: str) -> str:
     if (address := numeric_address(host)) is not None:
         return str(address)
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # a part between dots is empty, or too long
         raise OSError(f"{host!r} cannot be a host name: {error}") from None
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    return str(found[0][4][0])
+    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(entries[0][4][0])
 
 
 def endpoint(host: str, port: int | str) -> str:
@@ -76,5 +76,5 @@ def readable(polled: zmq.Socket[bytes]) -> bool:
 
 def readable_among(polled: Iterable[zmq.Socket[bytes]]) -> list[zmq.Socket[bytes]]:
     """The sockets of which a receive would not wait. One question for many sockets costs a third."""
-    found: list[Any] = zmq.zmq_poll([(each, _POLLIN) for each in polled], 0)
-    return [polled for polled, _ in found]
+    ready: list[Any] = zmq.zmq_poll([(each, _POLLIN) for each in polled], 0)
+    return [polled for polled, _ in ready]

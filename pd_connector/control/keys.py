@@ -71,8 +71,8 @@ class Gatekeeper:
         """Answer every question that waits."""
         while readable(self.socket):
             sender, empty, version, request, *rest = self.socket.recv_multipart()
-            known = len(rest) == 5 and rest[3] == b"CURVE" and rest[4] == self._client
-            status = (b"200", b"OK") if known else (b"400", b"unknown key")
+            is_ours = len(rest) == 5 and rest[3] == b"CURVE" and rest[4] == self._client
+            status = (b"200", b"OK") if is_ours else (b"400", b"unknown key")
             self.socket.send_multipart([sender, empty, version, request, *status, b"", b""])
 
     def close(self) -> None:
@@ -90,8 +90,8 @@ def secret(shared: str, purpose: bytes) -> bytes:
     A key of `new_key` is as strong as what is derived from it. Any other may be a phrase that can
     be guessed, so it is stretched first (scrypt, RFC 7914): each guess costs 32 MiB and 0.1 s.
     """
-    known = shared.encode() if _MADE_HERE.fullmatch(shared) else _stretched(shared)
-    return hashlib.blake2b(known, digest_size=32, person=purpose).digest()
+    material = shared.encode() if _MADE_HERE.fullmatch(shared) else _stretched(shared)
+    return hashlib.blake2b(material, digest_size=32, person=purpose).digest()
 
 
 @functools.cache

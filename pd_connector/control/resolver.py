@@ -53,7 +53,7 @@ class Resolver:
         self._running: dict[str, float] = {}  # lookups that count, and when they began
         self._queued: dict[str, float] = {}  # names, and when they were last asked for
         # Address, or what went wrong, and until when that is believed.
-        self._known: dict[str, tuple[str, str, float]] = {}
+        self._cached: dict[str, tuple[str, str, float]] = {}
 
     def address(self, host: str) -> str | None:
         """The numeric address of a host; None while it is being looked up.
@@ -64,7 +64,7 @@ class Resolver:
             return spelled
         with self._lock:
             now = time.monotonic()
-            address, problem, until = self._known.get(host, ("", "", 0.0))
+            address, problem, until = self._cached.get(host, ("", "", 0.0))
             if until > now:
                 if problem:
                     raise UnknownHostError(problem)
@@ -98,10 +98,10 @@ class Resolver:
                 running[host] = now
 
     def _learn(self, host: str, address: str, problem: str) -> None:
-        if len(self._known) >= _MOST_KEPT:
-            del self._known[next(iter(self._known))]
+        if len(self._cached) >= _MOST_KEPT:
+            del self._cached[next(iter(self._cached))]
         keep_s = _KEEP_FAILURE_S if problem else _KEEP_S
-        self._known[host] = address, problem, time.monotonic() + keep_s
+        self._cached[host] = address, problem, time.monotonic() + keep_s
 
     def _run(self, host: str, began: float) -> None:
         address, problem = "", ""

@@ -50,9 +50,9 @@ def trusted_address(address: ProducerAddress, config: Config) -> tuple[Peer, ...
         UntrustedAddressError: an address is not allowed.
     """
     if config.key and address.seal:
-        wanted = _seal(address.engine_id, address.peers, config.key)
+        expected = _seal(address.engine_id, address.peers, config.key)
         # As bytes: text that is not ASCII, which a client may have written, cannot be compared.
-        if hmac.compare_digest(wanted.encode(), address.seal.encode()):
+        if hmac.compare_digest(expected.encode(), address.seal.encode()):
             return address.peers
     for peer in address.peers:
         if not config.is_peer(peer.source.host):

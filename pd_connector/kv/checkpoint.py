@@ -23,7 +23,7 @@ _CODE = ".py"
 
 
 class ConfigText(NamedTuple):
-    """What a checkpoint's folder says beside the weights.
+    """The content of a checkpoint's folder beside the weights.
 
     Attributes:
         config: `config.json`, and under the key `quantisation_files` the text of the files beside it that say how
@@ -40,7 +40,7 @@ class ConfigText(NamedTuple):
 
 
 class ConfigFiles:
-    """The files of a folder that `ConfigText` tells, held open while an engine reads them by name. Closed at the end of
+    """The files of a folder that `ConfigText` describes, held open while an engine reads them by name. Closed at the end of
     the `with` block.
 
     Raises:
@@ -50,7 +50,7 @@ class ConfigFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, OpenFile] = {}
-        for name in filter(_told, _names(folder)):
+        for name in filter(_is_config, _names(folder)):
             self._files[name] = OpenFile(folder / name)
 
     def __enter__(self) -> Self:
@@ -72,7 +72,8 @@ class ConfigFiles:
             if file.renamed or file.changed:
                 return name
         return next(
-            (name for name in _names(self._folder) if _told(name) and name not in self._files), ""
+            (name for name in _names(self._folder) if _is_config(name) and name not in self._files),
+            "",
         )
 
     def text(self) -> ConfigText:
@@ -104,18 +105,18 @@ class ConfigFiles:
     def _object(self, name: str) -> dict[str, Any] | None:
         if name not in self._files:
             return None
-        found = json.loads(self._read(name))
-        if not isinstance(found, dict):
+        content = json.loads(self._read(name))
+        if not isinstance(content, dict):
             raise ValueError(f"{self._folder / name} holds no JSON object")
-        return found
+        return content
 
 
 def _names(folder: Path) -> list[str]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(file.name for file in found if file.is_file())
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(file.name for file in entries if file.is_file())
 
 
-def _told(name: str) -> bool:
+def _is_config(name: str) -> bool:
     """Whether a file of this name says what an engine computes."""
     return name in (CONFIG, PARAMS, *_QUANTISATION_FILES) or name.endswith(_CODE)
 

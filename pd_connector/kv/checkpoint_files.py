@@ -25,7 +25,7 @@ _KINDS_OF_FORMAT = {
     "npcache": ("*.bin",),
     "pt": ("*.pt",),
 }
-"""What engines load if told a format (`--load-format`) that is not their first choice."""
+"""Files that engines load with an explicit `--load-format`."""
 _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "scheduler.pt"})
 _MOST_STEPS = 1024  # of a path; links that lead to each other have no end
 _INDEX = "model.safetensors.index.json"
@@ -115,7 +115,7 @@ class OpenFile:
 
     def same(self, other: "OpenFile") -> bool:
         """Whether both were opened by the same name, and it led to the same file by the same links, in the same state."""
-        mine, theirs = ((one.path, one._state, one._links) for one in (self, other))
+        mine, theirs = ((file.path, file._state, file._links) for file in (self, other))
         return mine == theirs
 
     def close(self) -> None:
@@ -136,10 +136,10 @@ class _Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        found = self._read_at(len(buffer), self._place)
-        buffer[: len(found)] = found
-        self._place += len(found)
-        return len(found)
+        content = self._read_at(len(buffer), self._place)
+        buffer[: len(content)] = content
+        self._place += len(content)
+        return len(content)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
@@ -152,8 +152,8 @@ class CheckpointFiles:
 
     Attributes:
         weights: fingerprint of all their bytes (`kv.weights.fingerprint`); empty until they were read.
-        forms: fingerprint of its tensors' names, dtypes and shapes (`kv.weights.tensor_forms`), once somebody asked.
-        problem: why they are not known to be what the engine has loaded; empty if they are.
+        forms: fingerprint of its tensors' names, dtypes and shapes (`kv.weights.tensor_forms`), once it was computed.
+        problem: why they may differ from what the engine has loaded; empty if they cannot.
         nbytes: size of all files when they were opened.
         reader: reads them (`agent.weights_reader.reading`); None before that has begun.
     """
@@ -215,32 +215,32 @@ def links(path: Path) -> dict[Path, FileState]:
     Raises:
         OSError: the name leads to no file.
     """
-    found: dict[Path, FileState] = {}
+    result: dict[Path, FileState] = {}
     here, left = Path(path.anchor or "."), [*reversed(path.absolute().parts)]
     for _ in range(_MOST_STEPS):
         if not left:
-            return found
+            return result
         name = left.pop()
         here = here.parent if name == os.pardir else here / name  # `here` has no links in it
         stat = here.lstat()
         if S_ISLNK(stat.st_mode):
-            found[here] = FileState.of(stat)
+            result[here] = FileState.of(stat)
             left += reversed(here.readlink().parts)
             here = here.parent
     raise OSError(ELOOP, os.strerror(ELOOP), str(path))
 
 
 def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
-    """The files of a checkpoint's folder that hold the weights an engine loads, told this format."""
+    """The weight files that an engine loads from a checkpoint's folder with this `--load-format`."""
     if not folder.is_dir():
         return []
     for kind in _KINDS_OF_FORMAT.get(load_format, _KINDS):
-        found = sorted(file for file in folder.glob(kind) if file.name not in _NOT_WEIGHTS)
-        if not found:
+        files = sorted(file for file in folder.glob(kind) if file.name not in _NOT_WEIGHTS)
+        if not files:
             continue
         index = folder / _INDEX_OF_FORMAT.get(load_format, _INDEX)
         listed = _listed(index) if kind.endswith(".safetensors") else set()
-        return [file for file in found if file.name in listed] or found
+        return [file for file in files if file.name in listed] or files
     return []
 
 

@@ -32,7 +32,7 @@ class Part(enum.StrEnum):
 class Elements(NamedTuple):
     """How a cache stores one part of one layer: value = stored * scale.
 
-    What a peer says of its cache goes through `checked` before anything else.
+    Values from a peer go through `checked` first.
 
     Attributes:
         dtype: a key of `ELEMENT_BYTES`.
@@ -50,8 +50,8 @@ class Elements(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of one element. Raises ValueError for a dtype that no codec knows."""
         if self.dtype not in ELEMENT_BYTES:
-            known = ", ".join(ELEMENT_BYTES)
-            raise ValueError(f"cache dtype {self.dtype!r}: must be one of {known}")
+            allowed = ", ".join(ELEMENT_BYTES)
+            raise ValueError(f"cache dtype {self.dtype!r}: must be one of {allowed}")
         return ELEMENT_BYTES[self.dtype]
 
     def checked(self) -> "Elements":
@@ -66,14 +66,14 @@ class Elements(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """What is known of a codec without its tensor work.
+    """The facts about a codec, without its tensor work.
 
     Attributes:
         name: what the two sides call it.
         error_bound: relative L2 error of the attention output that it may cause, 0.0 when exact.
         element_bits: bits of a coded element, without scales; 0: as many as the source's element has.
-        coded_bytes: bytes of a plane on the wire, scales and padding included, of its part, its
-            shape and how the producer's cache stores it.
+        coded_bytes: returns the bytes of a plane on the wire, with scales and padding, from its part, its
+            shape, and the elements of the producer's cache.
         codec: where the tensor work is, as `module:object`; the object is a
             `pd_connector.codec.base.Codec`.
     """
@@ -116,13 +116,13 @@ def coding(name: str) -> Coding:
     added = load_entry_points(CODEC_GROUP).get(name)
     if added is None:
         raise unknown_name("codec", name, CODECS, CODEC_GROUP, "codec")
-    found = added.load()
-    if not isinstance(found, Coding) or found.name != name:
+    loaded = added.load()
+    if not isinstance(loaded, Coding) or loaded.name != name:
         raise ConfigError(
-            f"codec {name!r}, which {added.source} adds, is {found!r}: must be a "
+            f"codec {name!r}, which {added.source} adds, is {loaded!r}: must be a "
             "pd_connector.kv.coding.Coding of this name"
         )
-    return found
+    return loaded
 
 
 def permitted(setting: str, max_error: float) -> tuple[str, ...]:

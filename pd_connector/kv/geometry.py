@@ -144,6 +144,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             the others is in a `state` or a window of its own.
         interleave: tokens in a row that a context-parallel rank holds: rank r has the tokens with
             `(i // interleave) % cp_size == r`. It divides `page_size`. 0: every rank holds all tokens.
+        cached: whether an engine finds these layers in its prefix cache. If not, a load brings all tokens that their window
+            keeps, whatever else the consumer has.
     """
 
     kind: Kind
@@ -163,6 +165,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     sections: Annotated[tuple[Section, ...], msgspec.Meta(max_length=64)] = ()
     state_tokens: Positive = 1
     interleave: Count = 0
+    cached: bool = True
 
     @property
     def page_entries(self) -> int:
@@ -199,7 +202,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def needs_schema(self) -> int:
         """The first wire schema in which this geometry can be said."""
         plain = not self.shard.has_cp and not any(
-            group.kind == "state" or group.state_tokens > 1 or group.interleave
+            group.kind == "state" or group.state_tokens > 1 or group.interleave or not group.cached
             for group in self.groups
         )
         return 1 if plain else 2

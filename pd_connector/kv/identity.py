@@ -48,7 +48,7 @@ def adapter_files(folder: Path) -> list[Path]:
     """Config and weights of an adapter, as engines choose among them: vLLM takes the first of three names, SGLang
     all files of the first kind. Raises OSError if there are no weights of one."""
     by_name = [file for name in _ADAPTER_WEIGHTS if (file := folder / name).is_file()]
-    by_kind = [found for kind in _ADAPTER_KINDS if (found := sorted(folder.glob(kind)))]
+    by_kind = [files for kind in _ADAPTER_KINDS if (files := sorted(folder.glob(kind)))]
     weights = {*by_name[:1], *(by_kind[0] if by_kind else ())}
     if not weights:
         raise FileNotFoundError(f"no adapter's weights in {folder}")

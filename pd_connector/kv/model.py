@@ -51,7 +51,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
         version: what the operator calls the weights that it changed to.
         draft: of the draft model's weights; layers from `DRAFT_LAYERS` on are of this model.
         layers: what the layers do.
-        source: where the engine was told to load the model from. For messages only.
+        source: the name or path of the model in the engine's arguments. For messages only.
         fields: the fields of `config` with their values. For messages only.
         reading: `weights` or `draft` will be known once all of their bytes were read. Until then no KV passes.
         samples: what a version tells in place of `weights` that compares samples until it has read all bytes. Never
@@ -211,18 +211,18 @@ def draft_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
 
 
 def model_digest(facts: ModelFacts) -> bytes:
-    """Digest of everything that a rank says of its model."""
+    """Digest of all facts that a rank reports about its model."""
     text = msgspec.json.encode(spoken(facts))
     return hashlib.blake2b(text, digest_size=FINGERPRINT_BYTES, person=b"pd-facts").digest()
 
 
 def described(facts: ModelFacts) -> str:
     """A model in a few words, by its source and fingerprints, for messages."""
-    known = facts.weights or facts.loaded
+    weights = facts.weights or facts.loaded
     named = f" model_id {facts.model_id!r}" if facts.model_id else ""
     version = f" version {facts.version!r}" if facts.version else ""
     source = f"{printable(facts.source)} " if facts.source else ""
-    return f"{source}config {_hex(facts.config)} weights {_hex(known)}{named}{version}"
+    return f"{source}config {_hex(facts.config)} weights {_hex(weights)}{named}{version}"
 
 
 def _layers_problem(producer: ModelFacts, consumer: ModelFacts) -> str:

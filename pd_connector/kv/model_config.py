@@ -46,13 +46,13 @@ def served_config(config: Mapping[str, Any], **served: str | int | None) -> Serv
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-config")
     kept = _kept(config)
     digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
-    told = {name: value for name, value in served.items() if value is not None}
-    digest.update(json.dumps(told, sort_keys=True).encode())
-    found = [*told.items(), *_leaves(kept)]
-    if len(found) > MOST_FIELDS:
-        rest = dict(found[MOST_FIELDS - 1 :])
-        found[MOST_FIELDS - 1 :] = [("other fields", rest)]
-    fields = tuple((printable(name[-128:]), _shown(value)) for name, value in found)
+    settings = {name: value for name, value in served.items() if value is not None}
+    digest.update(json.dumps(settings, sort_keys=True).encode())
+    values = [*settings.items(), *_leaves(kept)]
+    if len(values) > MOST_FIELDS:
+        rest = dict(values[MOST_FIELDS - 1 :])
+        values[MOST_FIELDS - 1 :] = [("other fields", rest)]
+    fields = tuple((printable(name[-128:]), _shown(value)) for name, value in values)
     return ServedConfig(digest.digest(), fields)
 
 

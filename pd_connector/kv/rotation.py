@@ -70,10 +70,10 @@ def rotation_of(
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     base = float(parameters.get("rope_theta", 10000.0))
     rest = {name: value for name, value in parameters.items() if name not in _NOT_DEFINING}
-    known = kind in _STANDARD and not (kind == "dynamic" and "alpha" in rest)
-    if not known or rest.get("use_fope") or rest.get("is_deepseek_v4"):
-        told = {**rest, "rope_type": kind, "rope_theta": base, "max_positions": max_positions}
-        return Rotation(dims, interleaved, (), 1.0, _json(told))
+    computed = kind in _STANDARD and not (kind == "dynamic" and "alpha" in rest)
+    if not computed or rest.get("use_fope") or rest.get("is_deepseek_v4"):
+        defining = {**rest, "rope_type": kind, "rope_theta": base, "max_positions": max_positions}
+        return Rotation(dims, interleaved, (), 1.0, _json(defining))
     plain = _frequencies(base, dims)
     magnitude = 1.0
     if kind == "linear":
@@ -151,25 +151,25 @@ def _yarn_magnitude(rest: Mapping[str, Any]) -> float:
     factor = float(rest["factor"])
     if rest.get("attention_factor") is not None:
         return float(rest["attention_factor"])
-    one, all_dims = rest.get("mscale"), rest.get("mscale_all_dim")
-    if not one or not all_dims:
+    mscale, all_dims = rest.get("mscale"), rest.get("mscale_all_dim")
+    if not mscale or not all_dims:
         return _growth(factor, 1.0)
-    return _growth(factor, float(one)) / _growth(factor, float(all_dims))
+    return _growth(factor, float(mscale)) / _growth(factor, float(all_dims))
 
 
 def _deepseek_magnitude(rest: Mapping[str, Any]) -> float:
-    factor, one, all_dims = (
+    factor, mscale, all_dims = (
         float(rest.get(name, default))
         for name, default in (("factor", 1), ("mscale", 1), ("mscale_all_dim", 0))
     )
-    grown = _growth(factor, one) / _growth(factor, all_dims)
+    grown = _growth(factor, mscale) / _growth(factor, all_dims)
     return grown * float(rest.get("attn_factor", 1))
 
 
 def _long_magnitude(rest: Mapping[str, Any], max_positions: int, long: bool) -> float:
-    told = rest.get("long_mscale" if long else "short_mscale")
-    if told is not None:
-        return float(told)
+    magnitude = rest.get("long_mscale" if long else "short_mscale")
+    if magnitude is not None:
+        return float(magnitude)
     original = float(rest["original_max_position_embeddings"])
     stretch = max_positions / original
     return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))

@@ -48,12 +48,12 @@ class Made(NamedTuple):
 
 
 def rotation_text(module: Any, made: Made | None, row: Row | None = None) -> str:
-    """A rotation as every engine tells it.
+    """The text by which engines compare a rotation.
 
     Args:
-        module: the engine's, made of torch.
-        made: what it was made with; None if that is not known.
-        row: of its table, if it is not in the buffer `cos_sin_cache`.
+        module: the engine's torch module.
+        made: the arguments that it was made with; None if they are unknown.
+        row: reads a row of its table, if the table is not the buffer `cos_sin_cache`.
     """
     buffers = dict(module.named_buffers(recurse=False))
     row = row or table_row(buffers.get("cos_sin_cache"))
@@ -76,8 +76,8 @@ def rotation_text(module: Any, made: Made | None, row: Row | None = None) -> str
         for name, table in buffers.items()
         if table.is_floating_point() and table.dim()
     }
-    told = {"numbers": numbers, "made": made._asdict() if made else {}, "tables": tables}
-    return f"{kind} {json.dumps(told, sort_keys=True, default=str)}"
+    description = {"numbers": numbers, "made": made._asdict() if made else {}, "tables": tables}
+    return f"{kind} {json.dumps(description, sort_keys=True, default=str)}"
 
 
 def table_row(table: Any, first: int = 0, stop: int | None = None) -> Row:
@@ -89,8 +89,8 @@ def table_row(table: Any, first: int = 0, stop: int | None = None) -> Row:
             return None
         if position >= (len(table) if stop is None else stop) - first:
             return None
-        found: list[float] = table[first + position].double().tolist()
-        return found
+        values: list[float] = table[first + position].double().tolist()
+        return values
 
     return row
 
@@ -101,16 +101,16 @@ def agrees(rotation: Rotation, row: Row) -> bool:
         return True
     pairs = len(rotation.frequencies)
     for position in (*_NEAR, *_FAR):
-        found = row(position)
-        if found is None and position in _FAR:
+        values = row(position)
+        if values is None and position in _FAR:
             break
-        if found is None or len(found) < 2 * pairs:
+        if values is None or len(values) < 2 * pairs:
             return False
         angles = [position * frequency for frequency in rotation.frequencies]
-        wanted = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
+        expected = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
         off = max(
             abs(number - rotation.magnitude * unit)
-            for number, unit in zip(found, wanted, strict=False)
+            for number, unit in zip(values, expected, strict=False)
         )
         if not off <= _TOLERANCE * max(1.0, rotation.magnitude):
             logger.debug("position %d is off by %g", position, off)

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import stat
+import struct
 import tempfile
 import time
 import zlib
@@ -29,7 +30,54 @@ from typing import NamedTuple
 import xxhash
 
 from pd_connector.kv.checkpoint_files import OpenFile
-from pd_connector.kv.tensor_files import safetensors
+
+_MOST_HEADER_BYTES = 100 << 20
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file: bytes [start, stop)."""
+
+    file: OpenFile
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def head(self) -> bytes:
+        return f"{self.name}\0{self.dtype}\0{self.shape}\0".encode()
+
+
+def safetensors(file: OpenFile) -> list[Tensor]:
+    """The tensors in a safetensors file. Raises ValueError if it is no such file, or is cut off."""
+    size = file.size
+    with file.stream() as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > min(_MOST_HEADER_BYTES, size - 8):
+            raise ValueError(f"{file.name}: not a safetensors file, or cut off")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file.name}: the safetensors header is not JSON: {error}") from None
+    tensors = []
+    try:
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= size - 8 - length:
+                raise ValueError(
+                    f"{file.name}: tensor {name} is outside the file, which is truncated"
+                )
+            shape = tuple(int(extent) for extent in entry["shape"])
+            place = 8 + length + begin, 8 + length + end
+            tensors.append(Tensor(file, name, str(entry["dtype"]), shape, *place))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file.name}: the safetensors header lacks {error!r}") from None
+    return tensors
+
 
 logger = logging.getLogger("pd_connector.kv.weights")
 
@@ -52,7 +100,7 @@ _SAFETENSORS = ".safetensors"
 
 
 class _Part(NamedTuple):
-    """A part of a file that counts by itself: what it is, and its bytes [start, stop)."""
+    """A part of a file that is hashed by itself: its description, and its bytes [start, stop)."""
 
     head: bytes
     start: int
@@ -70,42 +118,42 @@ def fingerprint(
         cache: file that keeps fingerprints of whole files by device, inode, size and time of change, so that
             they are read once; made if it is not there. Where it cannot be written, one in the folder for temporary
             files takes its place.
-        progress: called from any thread, with the number of bytes that are known since it was called last.
+        progress: called from any thread, with the number of bytes that were read or found cached since the last call.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a safetensors file is none.
     """
-    known = _read_cache(cache)
+    cached = _read_cache(cache)
+    place = usable(cache) if any(_key(file) not in cached for file in files) else None
     sums: list[int] = []
     for file in files:
         key = _key(file)
-        if key not in known:
+        if key not in cached:
             # The ranks of an engine begin at the same time: one of them reads, the others wait.
-            place = usable(cache)
             with _locked(place, key, _SPARE_S + file.size / _SLOW_BYTES_S):
-                known |= _read_cache(place)
-                if key not in known:
+                cached |= _read_cache(place)
+                if key not in cached:
                     logger.info("reading all of %s", file.name)
                     sums.append(_sum(file, progress))
-                    known[key] = sums[-1]
+                    cached[key] = sums[-1]
                     if not file.changed:
-                        _write_cache(place, known)
+                        _write_cache(place, cached)
                     continue
         progress(file.size)
-        sums.append(known[key])
+        sums.append(cached[key])
     return _bytes(sum(sums))
 
 
 def known_fingerprint(files: Sequence[OpenFile], cache: Path | None) -> bytes:
-    """The same, if all files were read before; empty if not."""
-    known = _read_cache(cache)
+    """`fingerprint`, if the cache has all files; empty if not."""
+    cached = _read_cache(cache)
     keys = [_key(file) for file in files]
-    return _bytes(sum(known[key] for key in keys)) if known.keys() >= set(keys) else b""
+    return _bytes(sum(cached[key] for key in keys)) if cached.keys() >= set(keys) else b""
 
 
 def combined(prints: Sequence[bytes]) -> bytes:
-    """The fingerprint of a model that is loaded from several checkpoints, in this order. Empty if one is."""
+    """The fingerprint of a model that is loaded from several checkpoints, in this order. Empty if one of theirs is."""
     if not all(prints):
         return b""
     return prints[0] if len(prints) == 1 else _bytes(_digest(*prints))
@@ -118,12 +166,12 @@ def tensor_forms(files: Iterable[OpenFile]) -> bytes:
         OSError: a file cannot be read.
         ValueError: a safetensors file is none.
     """
-    found = 0
+    total = 0
     for file in files:
         if file.suffix != _SAFETENSORS:
             return b""
-        found += sum(_digest(tensor.head) for tensor in safetensors(file))
-    return _bytes(found)
+        total += sum(_digest(tensor.head) for tensor in safetensors(file))
+    return _bytes(total)
 
 
 def cache_file() -> Path | None:
@@ -152,9 +200,9 @@ def _temporary(instead_of: str, why: str) -> Path | None:
     try:
         folder = Path(tempfile.gettempdir()) / f"pd-connector-{os.geteuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        alone = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-        if not alone or found.st_uid != os.geteuid():
+        status = folder.lstat()
+        alone = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        if not alone or status.st_uid != os.geteuid():
             raise OSError(f"{folder} is not a folder of this user alone")
     except OSError as error:
         _complain(instead_of, f"{why}; {error}", _ALL_READ)
@@ -175,12 +223,12 @@ def _complain(place: str, why: str, then: str) -> None:
 
 
 def _key(file: OpenFile) -> str:
-    """What the cache calls a file. The hash and the kind of file are in it: other ones find other sums."""
+    """A file's key in the cache. It names the hash and the kind of file, because each has sums of its own."""
     return f"{'xxh3' if file.suffix == _SAFETENSORS else 'xxh3-pieces'}:{file.key}"
 
 
 def _parts(file: OpenFile) -> list[_Part]:
-    """The parts of a file. Notes in a safetensors header are of no tensor, and do not count.
+    """The parts of a file. Notes in a safetensors header belong to none, so they are not hashed.
 
     Raises:
         OSError: the file cannot be read.
@@ -200,22 +248,22 @@ def _sum(file: OpenFile, progress: Callable[[int], None]) -> int:
     """The sum of the digests of a file's parts, which several threads read."""
 
     def read(part: _Part) -> int:
-        found = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128()
         buffer = memoryview(bytearray(min(_READ_BYTES, part.stop - part.start)))
         for place in range(part.start, part.stop, _READ_BYTES):
-            wanted = buffer[: part.stop - place]
-            if file.read_into(wanted, place) != len(wanted):
+            target = buffer[: part.stop - place]
+            if file.read_into(target, place) != len(target):
                 raise OSError(f"{file.name} was cut off while it was read")
-            found.update(wanted)
-            progress(len(wanted))
-        return _digest(part.head, found.digest())
+            digest.update(target)
+            progress(len(target))
+        return _digest(part.head, digest.digest())
 
     with ThreadPoolExecutor(min(_MOST_THREADS, _cores()), "pd-weights") as readers:
         return sum(readers.map(read, _parts(file))) % _MODULUS
 
 
 def _cores() -> int:
-    """How many cores this process can keep busy: those that it may run on, within its cgroup's part of their time."""
+    """Number of cores that this process can keep busy: the cores of its affinity mask, at most its cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # "max": there is no limit
         quota, period = map(int, _CPU_QUOTA.read_text().split())
@@ -225,10 +273,10 @@ def _cores() -> int:
 
 def _digest(*parts: bytes) -> int:
     """A number for bytes of a checkpoint."""
-    found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-weights")
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"pd-weights")
     for part in parts:
-        found.update(part)
-    return int.from_bytes(found.digest(), "little")
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _bytes(number: int) -> bytes:
@@ -237,8 +285,10 @@ def _bytes(number: int) -> bytes:
 
 @contextmanager
 def _locked(cache: Path | None, key: str, most_s: float) -> Iterator[None]:
-    """Within, no other process reads the file with this key, if there is a cache. This only saves work, so it waits `most_s`
-    at most: another reader may hang. Each file has a byte of the lock's file."""
+    """Keep other processes from reading the file with this key during the block, if there is a cache.
+
+    This only saves work, so it waits `most_s` at most: another reader may hang. Each file has a byte of the lock's file.
+    """
     if cache is None:
         yield
         return
@@ -260,23 +310,23 @@ def _read_cache(cache: Path | None) -> dict[str, int]:
     if cache is None:
         return {}
     try:
-        known = json.loads(cache.read_text())
-        return {str(key): int(value, 16) for key, value in known.items()}
+        cached = json.loads(cache.read_text())
+        return {str(key): int(value, 16) for key, value in cached.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
 
-def _write_cache(cache: Path | None, known: dict[str, int]) -> None:
+def _write_cache(cache: Path | None, cached: dict[str, int]) -> None:
     """Add to the cache, if there is one. If two processes do so at the same moment, what one has read can be read again at
     the next start."""
     if cache is None:
         return
-    known = _read_cache(cache) | known
+    cached = _read_cache(cache) | cached
     try:
         descriptor, draft = tempfile.mkstemp(dir=cache.parent)
         try:
             with os.fdopen(descriptor, "w") as file:
-                json.dump({key: f"{value:x}" for key, value in known.items()}, file)
+                json.dump({key: f"{value:x}" for key, value in cached.items()}, file)
             Path(draft).replace(cache)
         except OSError:
             Path(draft).unlink()

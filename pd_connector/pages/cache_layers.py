@@ -65,6 +65,20 @@ class CacheLayers:
             return int(self.states[layer].sections[0].shape[0])
         return int(self.by_number[layer].key.shape[0] // self._parts_per_page(layer, group))
 
+    def zero(self, group: Group, page: int) -> None:
+        """Zero one page of the engine in all layers of a group of KV.
+
+        Raises:
+            IndexError: the page is outside this cache.
+        """
+        for layer in group.layers:
+            parts = self._parts_per_page(layer, group)
+            pages = self.by_number[layer]
+            _check_pages((page,), len(pages.key) // parts)
+            for view in (pages.key, pages.value):
+                if view is not None:
+                    view[page * parts : (page + 1) * parts].zero_()
+
     def view(self, plane: Plane) -> torch.Tensor:
         """The layer's cache of K or V, as the plane says: `[page, kv head, token, dim]`, or tiled."""
         return self.part(plane.layer, plane.part)

@@ -49,6 +49,8 @@ class PagedCache:
         geometry: what the layers hold.
         by_kernels: whether `pd_kernels` moves pages, on a CPU as plain torch. Default: if the cache is on a
             GPU and Triton is installed.
+        clears: whether a page may hold what is no number (NaN) in these layers, such as bytes of a state or of another
+            dtype. Attention reads a page whole: zero times NaN is NaN. So what a load leaves out of a page is zeroed.
 
     Raises:
         UnsupportedGeometryError: a layer differs from the geometry.
@@ -60,8 +62,10 @@ class PagedCache:
         geometry: Geometry,
         *,
         by_kernels: bool | None = None,
+        clears: bool = False,
     ) -> None:
         self.geometry = geometry
+        self._clears = clears
         self.last_checksum: bytes | None = None
         self.passed = RAW.name
         self._layers = CacheLayers(layers, geometry)
@@ -190,6 +194,41 @@ class PagedCache:
         """Wait until nothing that `gather_next` or `scatter_next` began is under way."""
         if self._ahead is not None:
             self._ahead.settle()
+
+    def clear(
+        self,
+        tables: Sequence[Sequence[int]],
+        first_token: int,
+        stop_token: int,
+        fence: torch.cuda.Event | None = None,
+    ) -> None:
+        """Zero the pages that a load of tokens [first_token, stop_token) fills in part, before anything of it is written.
+        Nothing is done unless the cache `clears`. A page with tokens before the load stays: it held KV before.
+
+        Args:
+            tables: page ids by table, from the prompt's start; -1: none.
+
+        Raises:
+            IndexError: a page is outside this cache.
+        """
+        if not self._clears or stop_token <= first_token:
+            return
+        with self._streamed(fence):
+            for group in self.geometry.groups:
+                if group.kind == "state":
+                    continue
+                tokens = group.page_size * self.geometry.stripe(group).size
+                table = tables[group.table]
+                partly = {stop_token // tokens} if stop_token % tokens else set()
+                if group.window:  # its first page may begin before the window
+                    partly |= {number for number, page in enumerate(table) if page >= 0}
+                for number in partly:
+                    if (
+                        number * tokens >= first_token
+                        and number < len(table)
+                        and table[number] >= 0
+                    ):
+                        self._layers.zero(group, table[number])
 
     def scatter(
         self,

@@ -52,8 +52,8 @@ def _misfit(shard: Shard, group: Group) -> str:
             return f"has states with sections {', '.join(names) or 'none'} in {where}: names must differ"
         for section in group.sections:
             if section.dtype not in STATE_BYTES:
-                known = ", ".join(STATE_BYTES)
-                return f"has {section.name} of {section.dtype} in {where}: must be one of {known}"
+                allowed = ", ".join(STATE_BYTES)
+                return f"has {section.name} of {section.dtype} in {where}: must be one of {allowed}"
         if group.interleave or group.state_tokens > 1:
             return f"has states in {where} that are split by tokens (interleave {group.interleave}): they never are"
         return ""
@@ -108,14 +108,14 @@ def unlike(ours: Group, theirs: Group, layers: tuple[int, ...]) -> str:
     if ours.kind == "state":
         return _unlike_states(ours, theirs, where)
     if ours.window and not 0 < theirs.window <= ours.window:
-        wanted = theirs.window or "all"
+        needed = theirs.window or "all"
         return (
-            f"{where}: producer keeps a window of {ours.window} tokens, consumer wants {wanted}; "
+            f"{where}: producer keeps a window of {ours.window} tokens, consumer wants {needed}; "
             "start both engines with the hybrid KV cache manager, or both without it"
         )
-    known = ours.dtype in ELEMENT_BYTES and theirs.dtype in ELEMENT_BYTES
+    convertible = ours.dtype in ELEMENT_BYTES and theirs.dtype in ELEMENT_BYTES
     same = [getattr(ours, n) == getattr(theirs, n) for n in ("dtype", "layout", "page_size")]
-    if not known and not all(same):
+    if not convertible and not all(same):
         return (
             f"{where}: cache dtype {ours.dtype} / {theirs.dtype}, layout {ours.layout} / "
             f"{theirs.layout}, page size {ours.page_size} / {theirs.page_size}: "

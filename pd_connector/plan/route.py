@@ -64,7 +64,8 @@ class Route:
 
     @property
     def error_of(self) -> str:
-        """The codec whose error its KV has at the destination. An FP8 cache would store the same codes from `raw`."""
+        """The codec that limits the accuracy of the KV at the destination. For an FP8 cache it is `raw`: the cache would
+        store the same codes from uncoded elements."""
         return RAW.name if self.destination.dtype == FP8_E4M3.name else self.codec
 
     def first_token(self, first_token: int, stop_token: int) -> int:
@@ -73,6 +74,8 @@ class Route:
         It is the first one that the destination's window keeps. If whole pages can pass, it is the
         first token of that one's page. If there is an entry for several tokens, it is the first of them.
         """
+        if not self.destination.cached:
+            first_token = 0
         if not self.destination.window:
             return first_token - first_token % self.source.state_tokens
         kept = max(0, stop_token - self.destination.window + 1)
@@ -96,7 +99,7 @@ def served(source: Shard, destination: Shard, heads: int, splits: Splits = (Fals
     """The heads, of a layer with `heads` KV heads, that `source` sends to `destination`.
 
     If several ranks of the producer hold the same heads (of the same tokens), the ranks of the consumer share them
-    out: each asks one of them. See also `shared_layers`.
+    out: each consumer rank asks one producer rank. See also `shared_layers`.
 
     >>> served(Shard(0, 2, tp_rank=0, tp_size=2), Shard(0, 2, tp_rank=1, tp_size=4), heads=8)
     range(2, 4)
@@ -104,15 +107,15 @@ def served(source: Shard, destination: Shard, heads: int, splits: Splits = (Fals
     here, there = source.heads(heads), destination.heads(heads)
     both = range(max(here.start, there.start), min(here.stop, there.stop))
     have, want = _copies(source, destination, heads, splits)
-    (number, count), (other, wanted) = have, want
-    chosen = other % count == number if count <= wanted else number % wanted == other
+    (number, count), (other, count_there) = have, want
+    chosen = other % count == number if count <= count_there else number % count_there == other
     return both if chosen and both else range(0)
 
 
 def _copies(
     source: Shard, destination: Shard, heads: int, splits: Splits
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The place of each side's rank among those that hold the same, and their number."""
+    """For each side: the rank's number among the ranks with the same heads and tokens, and how many such ranks there are."""
     ours, theirs = splits
     return (
         (source.replica(heads, split=ours), source.replicas(heads, split=ours)),
@@ -157,8 +160,8 @@ def meet(source: Shard, destination: Shard, heads: Iterable[int]) -> bool:
     return any(served(source, destination, total) for total in set(heads))
 
 
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
+def _overlap(first: range, other: range) -> bool:
+    return max(first.start, other.start) < min(first.stop, other.stop)
 
 
 def routes(
@@ -203,7 +206,7 @@ def _routes(
 ) -> tuple[Route, ...]:
     for name, geometry in (("producer", source), ("consumer", destination)):
         check(name, geometry)
-    found: list[Route] = []
+    routes: list[Route] = []
     for ours in source.groups:
         for theirs in destination.groups:
             layers = tuple(sorted(set(ours.layers) & set(theirs.layers)))
@@ -213,10 +216,10 @@ def _routes(
                 raise UnsupportedGeometryError(problem)
             pair = source, destination, ours, theirs, layers
             if ours.kind == "state":
-                found += _state_routes(*pair, rules)
+                routes += _state_routes(*pair, rules)
             elif route := _route(*pair, offered, accepted, rules):
-                found.append(route)
-    return tuple(found)
+                routes.append(route)
+    return tuple(routes)
 
 
 def _state_routes(

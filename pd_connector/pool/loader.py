@@ -101,7 +101,7 @@ class Loader:
             raise
 
     def _read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
-        (stored,) = self._store.find([chunk.key])
+        stored = self._store.bring(chunk.key)
         if stored is None:
             raise PoolError(Miss.EVICTED, f"chunk {chunk.number} is no longer there")
         parts: list[ReadPart] = []

@@ -20,9 +20,11 @@ from pd_connector.pool.room import (
     memory_rooms,
     own_bytes,
 )
+from pd_connector.pool.store.base import Store
 from pd_connector.pool.store.entry import MOST_TENANT
 from pd_connector.pool.store.folder import VERSION, private_folder
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.reaching import ReachingStore
 from pd_connector.pool.store.tier_storage import Space
 
 SHM_VARIABLE = "PD_CONNECTOR_SHM"
@@ -48,10 +50,10 @@ class PoolSettings(NamedTuple):
     tenants: tuple[str, ...] = ()
     """Names that requests can give. Each has a part of the pool, and all other requests together have one."""
 
-    def open(self) -> LocalStore:
+    def open(self) -> Store:
         """Open the store. Raises ConfigError if a folder cannot be used."""
         make_above(self.memory.path)
-        return LocalStore(self.memory, self.disk)
+        return ReachingStore(LocalStore(self.memory, self.disk), self.memory.path)
 
     def try_out(self) -> None:
         """Whether `open` would work. Raises ConfigError as `open` does, before an engine reads its weights."""

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.loader import read_head
 from pd_connector.pool.record import layer_sum
-from pd_connector.pool.store.base import Reading
-from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.base import Reading, Store
 
 
 class Checked(NamedTuple):
@@ -36,7 +35,7 @@ def sound(key: bytes, part: str, reading: Reading) -> str:
     return ""
 
 
-def verify(store: LocalStore) -> Iterator[Checked]:
+def verify(store: Store) -> Iterator[Checked]:
     """Read all parts of all chunks. Chunks that go meanwhile are left out; damaged ones stay, unless a file is missing."""
     for chunk in store.chunks():
         problems = []

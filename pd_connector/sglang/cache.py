@@ -5,7 +5,11 @@ A layer's K is `[slot, head, dim]`, one slot per token; V lies elsewhere in the 
 neighbouring slots. Page 0 receives the writes of padding tokens, and never belongs to a request.
 
 Layers with a sliding window have a pool of their own. SGLang translates slots of the other pool into slots of this
-pool, so these layers are a second page table.
+pool, so these layers are a second page table. So are recurrent layers: a request has one slot of their pool (`states.py`).
+
+Sparse attention (DSA) keeps a latent and an index key of each token. Keys of a page lie together, and their scales
+behind them, so these pages pass whole, between pools with pages of the same size. So do latents in DSA's own FP8 form, which
+has scales in each latent.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,13 +21,21 @@ from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Shard
 from pd_connector.kv.heads import total_heads
-from pd_connector.pages.layer import LayerPages
+from pd_connector.pages.layer import LayerPages, StatePages
 from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.sglang.states import Parts, describe_states
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FP8 = "fp8_e4m3"
+_OPAQUE = "uint8"  # bytes whose meaning only SGLang knows
+_ONE = 1.0, 1.0
 WINDOW_TABLE = 1
-"""Page table of the layers with a sliding window; all other layers use table 0."""
+"""Page table of the layers with a sliding window; other layers with KV use table 0."""
+STATE_TABLE = 1
+"""Page table of recurrent layers. SGLang has no pool with both."""
+
+INDEX_LAYERS = 1024
+"""Number of the index keys of layer 0. Both of a layer's caches need a number, and models have fewer layers."""
 
 NamedHeads = Mapping[int, Collection[int]]
 """`kv.heads.named_heads` of each layer's modules, by the layer's number in the model."""
@@ -39,6 +51,7 @@ def describe_cache(
     *,
     sliding_window: int = 0,
     scales: Scales | None = None,
+    parts: Parts = (),
 ) -> PagedCache:
     """A rank's pool as a `PagedCache`.
 
@@ -48,22 +61,31 @@ def describe_cache(
         shard: the part of the model that this rank holds.
         sliding_window: tokens before a token that layers with a window see, as SGLang counts them.
         scales: of an FP8 pool; 1 for a layer without an entry.
+        parts: of the convolutions of recurrent layers (`states.state_parts`).
 
     Raises:
         UnsupportedGeometryError: this kind of pool cannot be moved, or it is not known which heads a rank holds.
     """
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    if type(pool) is not SWAKVPool:
+    groups: list[tuple[Mapping[int, LayerPages | StatePages], Group]] = []
+    if type(pool) is HybridLinearKVPool:
+        numbers = list(pool.full_attention_layer_id_mapping)
+        groups += _describe(pool.full_kv_pool, numbers, named, shard, scales or {})
+        attends = frozenset(numbers)
+        groups.append(describe_states(pool.mamba_pool, parts, shard, STATE_TABLE, attends))
+    elif type(pool) is not SWAKVPool:
         held = range(shard.first_layer, shard.stop_layer)
-        groups = _describe(pool, held, named, shard, scales or {})
+        groups += _describe(pool, held, named, shard, scales or {})
+        if getattr(pool, "use_dsa", False):
+            groups.append(_index_keys(pool, held))
     else:
         if not sliding_window:
             raise UnsupportedGeometryError(
                 f"KV pool of type {type(pool).__name__} of a model without a sliding window: "
                 "PDConnector cannot tell which part of it a request needs"
             )
-        groups = []
         for part, table in ((pool.full_kv_pool, 0), (pool.swa_kv_pool, WINDOW_TABLE)):
             places = {
                 place: number
@@ -85,6 +107,8 @@ def describe_cache(
 def own_shard(pool: Any, tp_rank: int, tp_size: int) -> Shard:
     """The part of the model that the pool holds."""
     numbers = getattr(pool, "layers_mapping", None)
+    if hasattr(pool, "full_attention_layer_id_mapping"):
+        numbers = (*pool.full_attention_layer_id_mapping, *pool.mamba_pool.mamba_layer_ids)
     if numbers is not None:
         return Shard(min(numbers), max(numbers) + 1, tp_rank, tp_size)
     return Shard(pool.start_layer, pool.start_layer + pool.layer_num, tp_rank, tp_size)
@@ -107,12 +131,22 @@ def _describe(
             f"KV pool of {pool.dtype}: PDConnector moves SGLang's pools of "
             f"{', '.join(DTYPES)} (--kv-cache-dtype auto, bf16 or fp8_e4m3)"
         )
-    pages, dims = _pages(pool, latents=dtype != _FP8)
+    pages, dims = _pages(pool)
     device = pages[0].key.device.type
+    layout = f"{device}/token-head-dim"
+    latent = not dims[1]
+    if latent and dtype == _FP8:
+        if getattr(pool, "dsa_kv_cache_store_fp8", False):
+            dtype, layout = _OPAQUE, f"{device}/fp8-scales-rope"
+        elif scaled := [n for n in numbers if scales.get(n, _ONE) != _ONE]:
+            raise UnsupportedGeometryError(
+                f"FP8 latents of layers {scaled[0]}-{scaled[-1]} with scales: SGLang writes latents without a scale, so "
+                "PDConnector cannot tell what they mean; set --kv-cache-dtype auto"
+            )
     by_heads: dict[int, dict[int, LayerPages]] = {}
     for number, layer in zip(numbers, pages, strict=True):
         heads = 1
-        if dims[1]:
+        if not latent:
             named_heads = named.get(number, ())
             heads = total_heads(f"layer {number}", pool.head_num, shard.tp_size, named_heads)
         by_heads.setdefault(heads, {})[number] = layer
@@ -120,7 +154,7 @@ def _describe(
         (
             layers,
             Group(
-                kind="attention" if dims[1] else "latent",
+                kind="latent" if latent else "attention",
                 layers=tuple(layers),
                 heads=heads,
                 key_dim=dims[0],
@@ -128,23 +162,61 @@ def _describe(
                 page_size=pool.page_size,
                 window=window,
                 dtype=dtype,
-                layout=f"{device}/token-head-dim",
+                layout=layout,
                 heads_apart=pool.page_size == 1,
                 table=table,
-                scales=tuple(scales.get(n, (1.0, 1.0)) for n in layers) if dtype == _FP8 else (),
+                scales=tuple(scales.get(n, _ONE) for n in layers) if dtype == _FP8 else (),
             ),
         )
         for heads, layers in by_heads.items()
     ]
 
 
-def _pages(pool: Any, *, latents: bool) -> tuple[list[LayerPages], tuple[int, int]]:
-    """The layers of a pool, with the dimensions of K and V; those of a latent, which has no V, are (dimension, 0).
+def _index_keys(pool: Any, numbers: Sequence[int]) -> tuple[dict[int, LayerPages], Group]:
+    """The index keys of sparse attention. Layers that use those of the layer before have none."""
+    if pool.index_kpool != 1:
+        raise UnsupportedGeometryError(
+            f"index keys of {pool.index_kpool} tokens each: PDConnector moves a key of each token; serve this model without "
+            "--disaggregation-transfer-backend pd_connector"
+        )
+    held = {
+        INDEX_LAYERS + number: buffer
+        for number, buffer in zip(numbers, pool.index_k_with_scale_buffer, strict=True)
+        if len(buffer)
+    }
+    first = next(iter(held.values()))
+    key_dim = first.shape[1] // pool.page_size
+    pages = {
+        number: LayerPages(
+            buffer.view(len(buffer), 1, pool.page_size, key_dim),
+            None,
+            (buffer.view(len(buffer), 1, -1),),
+        )
+        for number, buffer in held.items()
+    }
+    group = Group(
+        kind="latent",
+        layers=tuple(pages),
+        heads=1,
+        key_dim=key_dim,
+        value_dim=0,
+        page_size=pool.page_size,
+        window=0,
+        dtype=_OPAQUE,
+        layout=f"{first.device.type}/keys-scales",
+        heads_apart=pool.page_size == 1,
+        table=0,
+    )
+    return pages, group
 
-    Args:
-        latents: latents of this dtype can be moved.
-    """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+def _pages(pool: Any) -> tuple[list[LayerPages], tuple[int, int]]:
+    """The layers of a pool, with the dimensions of K and V; those of a latent, which has no V, are (dimension, 0)."""
+    from sglang.srt.mem_cache.memory_pool import (
+        DSATokenToKVPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+    )
 
     places = range(pool.layer_num)
     if type(pool) is MHATokenToKVPool:
@@ -155,12 +227,12 @@ def _pages(pool: Any, *, latents: bool) -> tuple[list[LayerPages], tuple[int, in
             )
         pages = [_layer(pool, pool.k_buffer[n], pool.v_buffer[n]) for n in places]
         return pages, (pool.head_dim, pool.v_head_dim)
-    if type(pool) is MLATokenToKVPool and not pool.use_dsa and latents:
+    if type(pool) in (MLATokenToKVPool, DSATokenToKVPool):
         return [_layer(pool, pool.kv_buffer[n], None) for n in places], (pool.kv_cache_dim, 0)
     raise UnsupportedGeometryError(
         f"KV pool of type {type(pool).__name__}, {pool.dtype}: PDConnector moves full and "
-        "sliding-window attention (MHATokenToKVPool) and 16- or 32-bit MLA latents "
-        "(MLATokenToKVPool) of SGLang; serve this model without "
+        "sliding-window attention (MHATokenToKVPool), MLA latents (MLATokenToKVPool) and sparse attention "
+        "(DSATokenToKVPool) of SGLang; serve this model without "
         "--disaggregation-transfer-backend pd_connector"
     )
 
@@ -169,7 +241,9 @@ def _layer(pool: Any, key: torch.Tensor, value: torch.Tensor | None) -> LayerPag
     parts = [key] if value is None else [key, value]
     views = [_paged(part, pool.page_size) for part in parts]
     planes = tuple(_rows(view, apart=pool.page_size == 1) for view in views)
-    seen = [view.view(pool.dtype).permute(0, 2, 1, 3) for view in views]
+    opaque = getattr(pool, "dsa_kv_cache_store_fp8", False)
+    dtype = torch.uint8 if opaque else pool.dtype
+    seen = [view.view(dtype).permute(0, 2, 1, 3) for view in views]
     return LayerPages(seen[0], seen[1] if value is not None else None, planes)
 
 

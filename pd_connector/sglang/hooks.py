@@ -102,6 +102,9 @@ def _receiver_made(
 def _step(
     original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **options: Any
 ) -> Any:
+    linker = _linker_of(scheduler)
+    if linker is not None:
+        linker.step(batch)
     manager = _manager_of(scheduler)
     if manager is None:
         return original(scheduler, batch, *args, **options)
@@ -111,17 +114,18 @@ def _step(
 
 def _idle(original: Callable[..., Any], scheduler: Any) -> Any:
     result = original(scheduler)
-    manager = _manager_of(scheduler)
+    manager, linker = _manager_of(scheduler), _linker_of(scheduler)
     if manager is not None:
         manager.idle()
+    if linker is not None:
+        linker.idle()
     return result
 
 
 def _flush(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     flushed = original(scheduler, *args, **options)
-    manager = _manager_of(scheduler)
-    if manager is not None:
-        manager.weights.flushed(done=bool(flushed))
+    for weights in _weights_of(scheduler):
+        weights.flushed(done=bool(flushed))
     return flushed
 
 
@@ -129,13 +133,14 @@ def _changes_weights(**change: bool) -> Callable[..., Any]:
     """A wrapper for a method with which SGLang changes weights in place."""
 
     def around(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-        manager = _manager_of(updater.scheduler) if updater.scheduler is not None else None
-        if manager is None:
+        watches = _weights_of(updater.scheduler) if updater.scheduler is not None else []
+        if not watches:
             return original(updater, recv_req)
-        with manager.weights.change(**change):
+        with watches[0].change(**change):
             result = original(updater, recv_req)
-        if not getattr(result, "success", True):
-            manager.weights.failed()
+        for weights in watches:
+            if not getattr(result, "success", True):
+                weights.failed()
         return result
 
     return around
@@ -168,9 +173,26 @@ def _manager_of(scheduler: Any) -> Any:
     return queue.kv_manager if queue is not None and _is_ours(queue) else None
 
 
+def _linker_of(scheduler: Any) -> Any:
+    """PDConnector's linker of this scheduler's cache, if the engine has a KV pool."""
+    wrapper = getattr(getattr(scheduler, "tree_cache", None), "linker", None)
+    linker = getattr(wrapper, "cache_linker", None)
+    return linker if hasattr(linker, "offloading") else None
+
+
+def _weights_of(scheduler: Any) -> list[Any]:
+    """What watches the weights of this scheduler's rank."""
+    manager, linker = _manager_of(scheduler), _linker_of(scheduler)
+    watches = [] if manager is None else [manager.weights]
+    return watches if linker is None or linker.weights is None else [*watches, linker.weights]
+
+
 def _is_ours(queue: Any) -> bool:
     return bool(queue.transfer_backend.value == BACKEND)
 
+
+_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 
 HOOKS = (
     Hook(f"{_DISAGGREGATION}.utils.get_kv_class", ("transfer_backend", "class_type"), _classes),
@@ -229,4 +251,23 @@ HOOKS = (
         _late("model.config_made"),
     ),
     Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), _state),
+    Hook(
+        "sglang.srt.arg_groups.pipeline.run_resolution_pipeline",
+        ("server_args",),
+        _late("pool_hooks.resolved"),
+    ),
+    Hook(f"{_SCHEDULER}.init_disaggregation", ("self",), _late("pool_hooks.scheduler_made")),
+    Hook(f"{_SCHEDULER}._add_request_to_queue", ("self", "req"), _late("pool_hooks.arrives")),
+    Hook(
+        f"{_SCHEDULER}._get_new_batch_prefill_raw",
+        ("self", "prefill_delayer_single_pass", "running_batch"),
+        _late("pool_hooks.schedules"),
+    ),
+    Hook(f"{_CACHE}.checkpoint_into_tree", ("self", "req"), _late("pool_hooks.inserts")),
+    Hook(f"{_WRAPPER}.match", ("self", "key", "req", "result"), _late("pool_hooks.matches")),
+    Hook(
+        f"{_WRAPPER}._offload_node",
+        ("self", "node_id", "transfers"),
+        _late("pool_hooks.offloads_node"),
+    ),
 )

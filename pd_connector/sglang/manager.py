@@ -40,8 +40,9 @@ from pd_connector.sglang.rank import PoolPages, Rank
 from pd_connector.sglang.recompute import REPEATABLE, SecondPrefill, SecondPrefills
 from pd_connector.sglang.registry import global_rank, register
 from pd_connector.sglang.settings import load_config
+from pd_connector.sglang.states import state_parts
 from pd_connector.sglang.streaming import Streaming
-from pd_connector.sglang.support import check_supported
+from pd_connector.sglang.support import check_described, check_supported
 from pd_connector.sglang.weights import SGLangWeights
 
 logger = logging.getLogger("pd_connector.sglang")
@@ -106,7 +107,9 @@ class Manager(BaseKVManager):
             own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size),
             sliding_window=scheduler.sliding_window_size or 0,
             scales=kv_scales(scheduler),
+            parts=state_parts(scheduler.tp_worker.model_runner.model),
         )
+        check_described(self.kv_args, cache.geometry)
         self._start_agent(cache, parallel)
         self._make_rank(queue, cache, parallel)
         if self._server_args.enable_metrics:
@@ -143,6 +146,7 @@ class Manager(BaseKVManager):
                 pool.page_size,
                 limit=pool.size // pool.page_size + 1,  # page 0 is padding
                 windows=any(group.window for group in geometry.groups),
+                slots=pool.mamba_pool.size + 1 if hasattr(pool, "mamba_pool") else 0,
             ),
             Adapters(self._scheduler.tp_worker.model_runner),
             produces=self._produces,
@@ -237,6 +241,8 @@ class Manager(BaseKVManager):
         engine is. A router needs the address to name it to a decode engine of another kind."""
         side = "prefill" if self._produces else "decode"
         address = self._address.fields() if self._produces else {}
+        if self._produces and self.rank.pages.slots:
+            address["keeps_states"] = True
         return {"side": side, **address, **about.written(self.weights.facts)}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:

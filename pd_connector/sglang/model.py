@@ -25,6 +25,7 @@ from pd_connector.kv.model import (
 from pd_connector.kv.model_config import printable, served_config
 from pd_connector.kv.rotation_table import Made, rotation_text
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
+from pd_connector.sglang.pool_settings import uses_pool
 from pd_connector.sglang.settings import BACKEND
 
 logger = logging.getLogger("pd_connector.sglang")
@@ -102,12 +103,12 @@ def kv_scales(scheduler: Any) -> dict[int, tuple[float, float]]:
 def kv_heads(scheduler: Any) -> dict[int, frozenset[int]]:
     """What the modules of each layer say of its KV heads in the whole model, by the layer's number."""
     modules = dict(scheduler.tp_worker.model_runner.model.named_modules())
-    found: dict[int, frozenset[int]] = {}
+    heads: dict[int, frozenset[int]] = {}
     for name, module in modules.items():
         if type(module).__name__ == "RadixAttention":
             number = int(module.layer_id)
-            found[number] = found.get(number, frozenset()) | _named_around(modules, name)
-    return found
+            heads[number] = heads.get(number, frozenset()) | _named_around(modules, name)
+    return heads
 
 
 def _named_around(modules: Mapping[str, torch.nn.Module], name: str) -> frozenset[int]:
@@ -127,10 +128,10 @@ def _folder(model_path: str, revision: str | None) -> Path | None:
     try:
         from huggingface_hub import snapshot_download
 
-        found = snapshot_download(model_path, revision=revision, local_files_only=True)
+        snapshot = snapshot_download(model_path, revision=revision, local_files_only=True)
     except Exception:  # no such repository, or not a repository's name, whatever it raises
         return None
-    return Path(found)
+    return Path(snapshot)
 
 
 def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
@@ -138,15 +139,15 @@ def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
     SGLang's own object, which also has what SGLang adds."""
     overrides = json.loads(scheduler.server_args.json_model_override_args or "{}")
     model = scheduler.model_config
-    known = CONFIGS.get((model.model_path, model.revision))
-    if known is None and folder is not None:
-        known = read_config(folder).config
-    if isinstance(known, dict):
-        return {**known, **overrides}
-    if known is not None:
-        logger.warning("the config of %s is not known: %s", model.model_path, known)
-    found: dict[str, Any] = model.hf_config.to_dict()
-    return found
+    config = CONFIGS.get((model.model_path, model.revision))
+    if config is None and folder is not None:
+        config = read_config(folder).config
+    if isinstance(config, dict):
+        return {**config, **overrides}
+    if config is not None:
+        logger.warning("the config of %s is not known: %s", model.model_path, config)
+    served: dict[str, Any] = model.hf_config.to_dict()
+    return served
 
 
 def config_made(
@@ -154,8 +155,8 @@ def config_made(
 ) -> None:
     """SGLang reads a model's config. The files are held open meanwhile. SGLang reads the config of a place once in a
     process, so the first time counts."""
-    told = inspect.signature(original).bind(model, model_path, *args, **options).arguments
-    place = model_path, told.get("revision")
+    arguments = inspect.signature(original).bind(model, model_path, *args, **options).arguments
+    place = model_path, arguments.get("revision")
     with ExitStack() as held:
         files = None
         try:
@@ -165,10 +166,10 @@ def config_made(
             logger.warning("the config of %s cannot be looked at: %r", model_path, error)
         original(model, model_path, *args, **options)
         if files is not None:
-            CONFIGS[place] = _told(files)
+            CONFIGS[place] = _config_text(files)
 
 
-def _told(files: ConfigFiles) -> dict[str, Any] | str | None:
+def _config_text(files: ConfigFiles) -> dict[str, Any] | str | None:
     """What the files say, or why it is not known what they said."""
     if exchanged := files.exchanged:
         return f"{exchanged} was replaced while SGLang read it"
@@ -181,23 +182,24 @@ def _told(files: ConfigFiles) -> dict[str, Any] | str | None:
 def prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: Any) -> Any:
     """SGLang's loader finds or downloads the files of a checkpoint, and reads them next. They are opened here,
     so that peers are told what was loaded, even if the names later lead to other files."""
-    found = original(loader, *args, **options)
+    prepared = original(loader, *args, **options)
     try:
-        told = inspect.signature(original).bind(loader, *args, **options).arguments
+        arguments = inspect.signature(original).bind(loader, *args, **options).arguments
         load_format = loader.load_config.load_format
         load_format = str(getattr(load_format, "value", load_format))
-        place = told["model_name_or_path"], told["revision"]
-        LOADS.begin(place, CheckpointFiles.open(Path(found[0]), load_format))
+        place = arguments["model_name_or_path"], arguments["revision"]
+        LOADS.begin(place, CheckpointFiles.open(Path(prepared[0]), load_format))
     except Exception as error:  # must not stop SGLang from loading
         logger.warning("the files that are loaded cannot be looked at: %r", error)
-    return found
+    return prepared
 
 
 def loads(original: Callable[..., Any], runner: Any, *args: Any, **options: Any) -> Any:
     """SGLang loads a model."""
-    told = runner.server_args
-    ours = told.disaggregation_transfer_backend == BACKEND
-    LOADS.reads = ours and told.disaggregation_mode != "null"
+    settings = runner.server_args
+    pools = uses_pool()
+    ours = pools or settings.disaggregation_transfer_backend == BACKEND
+    LOADS.reads = pools or (ours and settings.disaggregation_mode != "null")
     if ours:
         _loads_next(runner)
     try:
@@ -299,20 +301,20 @@ def _made_with(rotary: Any) -> Made | None:
     """The arguments with which SGLang made the module, from SGLang's own register."""
     from sglang.srt.layers.rotary_embedding import factory
 
-    for key, known in factory._ROPE_DICT.items():
-        if known is not rotary:
+    for key, made in factory._ROPE_DICT.items():
+        if made is not rotary:
             continue
         _, rotary_dim, max_position, base, is_neox_style, scaling, *rest = key
         if len(rest) == 2 and rest[0] is not None:  # dual-chunk attention
             return None
-        told = dict(scaling or ())
-        kind = told.get("rope_type", told.get("type", "default"))
+        given = dict(scaling or ())
+        kind = given.get("rope_type", given.get("type", "default"))
         if kind in _STRETCHED:
-            told.setdefault("factor", 1.0)
-            told.setdefault("original_max_position_embeddings", max_position)
+            given.setdefault("factor", 1.0)
+            given.setdefault("original_max_position_embeddings", max_position)
         if kind == "longrope":  # SGLang's version indexes its table by all positions of a batch
             kind = "longrope of a batch"
-        parameters = {**told, "rope_type": kind, "rope_theta": base}
+        parameters = {**given, "rope_type": kind, "rope_theta": base}
         return Made(parameters, int(rotary_dim), not is_neox_style, int(max_position))
     if type(rotary).__name__ != "RotaryEmbedding":
         return None

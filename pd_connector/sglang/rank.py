@@ -26,13 +26,17 @@ class PoolPages:
         size: tokens of a page.
         limit: the first number above those of the pool's pages.
         windows: whether there are layers with a sliding window. Their pages have numbers of their own.
+        slots: of the pool of recurrent states; 0: the model has none.
     """
 
-    def __init__(self, scheduler: Any, size: int, *, limit: int, windows: bool) -> None:
+    def __init__(
+        self, scheduler: Any, size: int, *, limit: int, windows: bool, slots: int = 0
+    ) -> None:
         self.size = size
         self.limit = limit
+        self.slots = slots
         self._scheduler = scheduler
-        self._windows = windows
+        self.windows = windows
 
     def check(self, pages: Sequence[int]) -> None:
         """Raise ValueError if a page is not one of the pool's. (The agent would find out, too, and end all requests
@@ -41,10 +45,32 @@ class PoolPages:
             wrong = next(page for page in pages if not 0 <= page < self.limit)
             raise ValueError(f"page {wrong}: the pool has pages 0 to {self.limit - 1}")
 
-    def tables(self, pages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def state_slot(self, payload: Sequence[Any]) -> tuple[int, ...]:
+        """The slot of a request's recurrent states, as a page table.
+
+        Args:
+            payload: as SGLang passes it with the request's KV.
+
+        Raises:
+            ValueError: it is not one of the pool's; slot 0 belongs to no request.
+        """
+        (slot,) = (int(each) for each in payload)
+        if not 0 < slot < self.slots:
+            raise ValueError(f"state in slot {slot}: the pool has slots 1 to {self.slots - 1}")
+        return (slot,)
+
+    def tables(
+        self, pages: Sequence[int], state: tuple[int, ...] = ()
+    ) -> tuple[tuple[int, ...], ...]:
         """A request's pages by page table. The pages of layers with a sliding window are found by the others; -1 if
-        SGLang has given a page back that the window has passed."""
-        if not self._windows:
+        SGLang has given a page back that the window has passed.
+
+        Args:
+            state: its slot (`state_slot`), once its states are computed.
+        """
+        if self.slots:
+            return tuple(pages), state
+        if not self.windows:
             return (tuple(pages),)
         slots = torch.tensor(pages, dtype=torch.int64) * self.size
         allocator = self._scheduler.token_to_kv_pool_allocator

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.sglang")
 
+_LEFT_OUT = (
+    "; if vLLM has computed the prompt without its last token, set from_first_token in the kv_transfer_params of its "
+    "request (this project's router does)"
+)
+
 
 class Receiver(BaseKVReceiver):
     """Made when the request comes into the decode engine; `bind` follows at once."""
@@ -143,7 +148,7 @@ class Receiver(BaseKVReceiver):
             kv_indices: the pages of the tokens after the prefix.
             aux_index: the request's row of the metadata buffers.
             state_indices: if layers have a sliding window, the pages of the prompt's last tokens in the pool of
-                these layers.
+                these layers; if layers are recurrent, the slot of their states. Index keys have the pages of the KV.
             decode_prefix_len: tokens at the prompt's start that this engine already has.
         """
         prefix = decode_prefix_len or 0
@@ -153,8 +158,11 @@ class Receiver(BaseKVReceiver):
         held = [-1] * (prefix // self._rank.pages.size)
         self._rank.pages.check(pages := kv_indices.tolist())
         tables = [(*held, *pages)]
-        for window in state_indices or ():
-            tables.append((*[-1] * (len(tables[0]) - len(window)), *window.tolist()))
+        for state in state_indices or ():
+            if self._rank.pages.slots:
+                tables.append(self._rank.pages.state_slot(state))
+            elif self._rank.pages.windows:
+                tables.append((*[-1] * (len(tables[0]) - len(state)), *state.tolist()))
         self._tables = tuple(tables)
         self._prefix = prefix
         self._ask()
@@ -235,11 +243,15 @@ class Receiver(BaseKVReceiver):
             stop_token=self._prompt_tokens,
             pages=self._tables,
             wait=True,
+            # SGLang goes on from the prefill engine's token.
+            state_token=self._prompt_tokens if self._rank.pages.slots else 0,
         )
         agent.submit(load, fence=self._rank.pages.forward_fence())
 
     def _ended(self, cause: Cause, detail: str) -> None:
         """The agent has ended the transfer: the prompt is computed again, or the request fails."""
+        if cause is Cause.TOKENS and self._rank.pages.slots:
+            detail += _LEFT_OUT
         self._requested = False
         if cause in (Cause.UNREACHABLE, Cause.SESSION_LOST):
             self.kv_mgr.forget_prefill_engine(self.bootstrap_addr)  # it may have been restarted

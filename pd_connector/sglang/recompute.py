@@ -234,7 +234,7 @@ def completion_body(body: Mapping[str, Any]) -> dict[str, Any]:
         "stream": False,
         **parameters,
         **passed,
-        "kv_transfer_params": prefill_params(str(body["bootstrap_room"])),
+        "kv_transfer_params": prefill_params(str(body["bootstrap_room"]), from_first_token=True),
     }
 
 

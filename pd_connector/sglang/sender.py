@@ -40,6 +40,7 @@ class Sender(BaseKVSender):
         self._state = KVPoll.WaitingForInput  # computing needs nothing from the decode engine
         self._failure: tuple[Cause, str] | None = None
         self._pages: list[int] = []
+        self._state_slot: tuple[int, ...] = ()  # once its recurrent states are computed
         self._sent_tokens = 0
         self._announced = False  # the agent knows that KV will come
         self._row = -1
@@ -77,7 +78,8 @@ class Sender(BaseKVSender):
 
         Args:
             kv_indices: the pages that hold the next `num_kv_tokens` tokens.
-            state_indices: given only with the last chunk of the prompt.
+            state_indices: given only with the last chunk of the prompt: of each kind of state (`KVArgs.state_types`)
+                where it lies.
         """
         assert num_kv_tokens is not None
         final = state_indices is not None
@@ -85,6 +87,9 @@ class Sender(BaseKVSender):
         self._rank.pages.check(pages := kv_indices.tolist())
         self._pages[first : first + len(pages)] = pages
         self._sent_tokens = min(self._sent_tokens + num_kv_tokens, self._prompt_tokens)
+        if state_indices is not None and self._rank.pages.slots:
+            (payload,) = state_indices
+            self._state_slot = self._rank.pages.state_slot(payload)
         if final and self._failure is None:
             self._state = KVPoll.Transferring
         if final or self._rank.offers_early:
@@ -165,12 +170,13 @@ class Sender(BaseKVSender):
         offer = Offer(
             self._transfer,
             self._request,
-            self._rank.pages.tables(self._pages),
+            self._rank.pages.tables(self._pages, self._state_slot),
             self._identity,
             prompt_tokens=self._prompt_tokens,
             tokens=self._sent_tokens,
             final=final,
             final_token=self._final_token() if final else None,
+            state_token=self._prompt_tokens if self._rank.pages.slots else 0,
         )
         self._rank.agent.submit(offer, fence=fence)
 

@@ -28,15 +28,11 @@ def load_config(text: str) -> Config:
         ) from None
     if not isinstance(given, dict):
         raise ConfigError(f"{source}: must be a JSON object of config keys")
-    if (audit := given.get("audit", "off")) != "off":
+    audit = given.get("audit", "first" if given.get("pool") else "off")
+    if audit != "off" and not (audit == "first" and given.get("pool")):
         raise ConfigError(
             f"audit {audit!r}: a decode engine of SGLang computes no prompt, so it has nothing to compare KV "
-            "with; leave `audit` out (config key audit)"
-        )
-    if given.get("pool"):
-        raise ConfigError(
-            "pool: only vLLM's engines have a KV pool in this version; leave `pool` out, and see "
-            "HiCache for SGLang's own (config key pool)"
+            "with; leave `audit` out (config key audit). The KV pool knows `first` and `off`"
         )
     # A request names its prefill engine by an address without a seal.
     return Config.load({"peers": LOOPBACK, **given}, host_variable=HOST_VARIABLE)

@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from pd_connector.errors import ConfigError
+from pd_connector.errors import ConfigError, UnsupportedGeometryError
+from pd_connector.kv.geometry import Geometry
 
 
 def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
@@ -39,13 +40,36 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
     spreads = replicas != 1 and server_args.disaggregation_mode == "prefill"
     if spreads and method != _BY_ROOM:
         raise ConfigError(_refusal(f"--load-balance-method {method}", f"set it to {_BY_ROOM}"))
-    if states := [kind.value for kind in kv_args.state_types if kind.value != "swa"]:
+    if states := [kind.value for kind in kv_args.state_types if kind.value not in _STATES]:
         kinds = ", ".join(states)
         raise ConfigError(
             _refusal(f"state of kind {kinds} beside the KV pool", "serve this model without it")
         )
+    if len(kv_args.state_types) > 1:
+        kinds = " and ".join(kind.value for kind in kv_args.state_types)
+        raise ConfigError(
+            _refusal(f"states of kinds {kinds} in one model", "serve this model without it")
+        )
+    recurrent = any(kind.value == "mamba" for kind in kv_args.state_types)
+    if recurrent and getattr(server_args, "enable_pd_role_switch", False):
+        mend = "start one engine for each side"
+        raise ConfigError(_refusal("--enable-pd-role-switch with recurrent states", mend))
     if kv_args.num_draft_entries:
         raise ConfigError(_refusal("KV of a draft model", "leave --speculative-algorithm out"))
+
+
+def check_described(kv_args: Any, geometry: Geometry) -> None:
+    """Raises UnsupportedGeometryError if recurrent states that SGLang would move are not in the geometry.
+
+    Args:
+        kv_args: SGLang's `KVArgs` of this rank, filled.
+    """
+    described = any(group.kind == "state" for group in geometry.groups)
+    if any(kind.value == "mamba" for kind in kv_args.state_types) and not described:
+        raise UnsupportedGeometryError(
+            "recurrent states beside a KV pool of full or windowed attention: PDConnector moves those of "
+            "HybridLinearKVPool; serve this model without --disaggregation-transfer-backend pd_connector"
+        )
 
 
 def _check_switch(server_args: Any, parallel: Any) -> None:
@@ -66,6 +90,9 @@ def _check_switch(server_args: Any, parallel: Any) -> None:
         mend = "add --disaggregation-decode-enable-radix-cache, or --disable-radix-cache"
         raise ConfigError(_refusal("--enable-pd-role-switch with the radix cache of prefill", mend))
 
+
+_STATES = frozenset({"swa", "mamba", "dsa"})
+"""What SGLang keeps beside its KV pool, and is moved: layers with a sliding window, recurrent states, index keys."""
 
 _BY_ROOM = "follow_bootstrap_room"
 """The setting by which a decode engine knows which replica of a prefill engine has a request."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches the weights of a rank of SGLang.
 
-SGLang flushes its cache when it has new weights, unless it is told not to, or requests run. Until it has, its cache
-holds KV of the old ones, and nothing is told of the new ones. Once a minute, and after a flush, samples of the
+SGLang flushes its cache when it has new weights, unless the call forbids it, or requests run. Until the flush its cache
+holds KV of the old weights, and the new weights are not advertised. Once a minute, and after a flush, samples of the
 parameters in memory are compared with those before.
 """
 
@@ -26,6 +26,8 @@ class SGLangWeights(WeightsWatch):
 
     Args:
         scheduler: SGLang's, whose model is loaded.
+        waits: the engine waits until its weights are known. SGLang's decode engine computes no prompt, so that requests
+            would fail meanwhile. Other engines compute.
     """
 
     def __init__(
@@ -35,32 +37,41 @@ class SGLangWeights(WeightsWatch):
         loaded: Loaded,
         files: CheckpointFiles | None,
         submit: Callable[[Command], None],
+        *,
+        waits: bool = True,
     ) -> None:
         self._scheduler = scheduler
+        self._waits = waits
         self._stale = False  # the cache holds KV of other weights
         super().__init__(facts, loaded, None if files is None else (files,), None, submit, LOADS)
         self._wait()
 
     def _wait(self) -> None:
-        """Until the weights are known. An engine that computes prompts itself goes on meanwhile; SGLang's decode engine
-        cannot, so that requests would fail."""
+        """Until the weights are known, if the engine waits for them."""
+        if not self._waits:
+            return
         with _watchdogs_fed(self._scheduler):
             self._advertised.wait()
         if self._advertised.unreadable:
             self.tell_memory()
 
     @property
+    def withdrawn(self) -> bool:
+        """Whether the weights change now, or have changed while SGLang's cache still holds KV of those before."""
+        return self._advertised.withdrawn
+
+    @property
     def facts(self) -> ModelFacts:
-        """What an agent that starts now tells its peers."""
+        """The facts with which a new agent starts."""
         return self._advertised.facts_now()
 
     def tell_to(self, submit: Callable[[Command], None]) -> None:
         """Another agent has taken the place of the one before, and knows `facts`."""
         self._advertised.tell_to(submit)
 
-    def change(self, **told: bool) -> AbstractContextManager[None]:
-        """Within, SGLang changes its weights, and flushes its cache in the end, or does not. See `WeightLoads.change`."""
-        return LOADS.change(**told)
+    def change(self, **facts: bool) -> AbstractContextManager[None]:
+        """SGLang changes its weights during the block, and may flush its cache at its end. See `WeightLoads.change`."""
+        return LOADS.change(**facts)
 
     def loading(self) -> None:
         super().loading()
@@ -77,6 +88,8 @@ class SGLangWeights(WeightsWatch):
 
     def step(self) -> None:
         """A step begins: tell the agent if it computes with other weights than those before."""
+        if not self._waits and self._advertised.unreadable:
+            self.tell_memory()
         flushed = self._next_compare == 0.0
         if not self._advertised.withdrawn and self.differ():
             self._advertised.withdraw()
@@ -93,13 +106,13 @@ class SGLangWeights(WeightsWatch):
         return loaded_weights(self._scheduler)
 
     def files(self) -> Sequence[CheckpointFiles] | None:
-        found = loaded_files(self._scheduler)
-        return None if found is None else (found,)
+        files = loaded_files(self._scheduler)
+        return None if files is None else (files,)
 
 
 @contextmanager
 def _watchdogs_fed(scheduler: Any) -> Iterator[None]:
-    """Within, SGLang's watchdogs see the scheduler go on: they end an engine that computes no batch for 300 s
+    """Keep SGLang's watchdogs satisfied during the block. They end an engine that computes no batch for 300 s
     (`--watchdog-timeout`), also while it starts."""
     watchdogs = [
         watchdog

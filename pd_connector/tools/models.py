@@ -50,9 +50,7 @@ class Model(NamedTuple):
 
 _RUN, _SAME = Support(Standing.RUN), Support(Standing.SAME)
 _ALONE = "serve it without disaggregation"
-_SGLANG_STATE = Support(
-    Standing.REFUSED, "state of kind mamba", "use vLLM, or serve it without disaggregation"
-)
+_SGLANG_STATE = Support(Standing.SAME)
 _STATES = "The prefill engine leaves a prompt's last token to the decode engine, so its own answer is not used. Without a pool"
 
 MODELS = (
@@ -139,7 +137,8 @@ MODELS = (
             Standing.SAME, "pages of the indexer pass as they are, between engines that are alike"
         ),
         Support(
-            Standing.REFUSED, "state of kind dsa", "use vLLM, or serve it without disaggregation"
+            Standing.SAME,
+            "pages of the indexer pass as they are, between pages of one size; MiniMax-M3 is refused (state of kind minimax_index_k)",
         ),
     ),
     Model(
@@ -164,8 +163,7 @@ MODELS = (
         _SGLANG_STATE,
     ),
     Model(
-        "Qwen3.5, Qwen3.6, LFM2 MoE and VL, Granite 4, Falcon-H1, Olmo Hybrid, Kimi Linear, Kimi K3, Jamba, Ling and "
-        "Ring 2.5 and 2.6",
+        "Qwen3.5, Qwen3.6, LFM2 MoE and VL, Granite 4, Kimi Linear, Kimi K3",
         (
             "Qwen3_5ForCausalLM",
             "Qwen3_5ForConditionalGeneration",
@@ -174,16 +172,28 @@ MODELS = (
             "Lfm2MoeForCausalLM",
             "Lfm2VlForConditionalGeneration",
             "GraniteMoeHybridForCausalLM",
-            "FalconH1ForCausalLM",
-            "OlmoHybridForCausalLM",
             "KimiLinearForCausalLM",
             "KimiK3ForConditionalGeneration",
+        ),
+        "states (delta nets, KDA, Mamba, convolutions), and attention",
+        Support(Standing.SAME, _STATES),
+        _SGLANG_STATE,
+    ),
+    Model(
+        "Falcon-H1, Olmo Hybrid, Jamba, Ling and Ring 2.5 and 2.6",
+        (
+            "FalconH1ForCausalLM",
+            "OlmoHybridForCausalLM",
             "JambaForCausalLM",
             "BailingMoeV2_5ForCausalLM",
         ),
-        "states (delta nets, KDA, Mamba, linear attention, convolutions), and attention",
+        "states (Mamba, delta nets, linear attention), and attention; in Falcon-H1 both in each layer",
         Support(Standing.SAME, _STATES),
-        _SGLANG_STATE,
+        Support(
+            Standing.REFUSED,
+            "states of linear attention, or in layers that also have attention",
+            "use vLLM, or serve it without disaggregation",
+        ),
     ),
     Model(
         "DeepSeek V4, V4.1",

@@ -16,8 +16,8 @@ from pd_connector.pages.layer import StatePages
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.vllm.identity.heads import layer_heads
 from pd_connector.vllm.packing import CpuPacking
-from pd_connector.vllm.shards import own_shard
-from pd_connector.vllm.states import describe_states
+from pd_connector.vllm.shards import context_parallel, own_shard
+from pd_connector.vllm.states import describe_ring, describe_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,13 +80,18 @@ def describe_cache(
                 group.dtype,
             )
     geometry = Geometry(own_shard(vllm_config, [layer.number for layer in layers]), merged)
-    return PagedCache(views, geometry)
+    # For async loads vLLM leaves out the zeroing of new pages that such caches need.
+    return PagedCache(views, geometry, clears=bool(kv_cache_config.needs_kv_cache_zeroing))
 
 
 def _layers(
     kv_caches: dict[str, torch.Tensor], kv_cache_config: "KVCacheConfig", numbers: Mapping[str, int]
 ) -> Iterator[_Layer]:
-    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        CircularBufferSpec,
+        UniformTypeKVCacheSpecs,
+    )
 
     seen: set[tuple[int, int]] = set()
     for table in kv_cache_config.transfer_group_ids:
@@ -101,26 +106,29 @@ def _layers(
             spec = group.kv_cache_spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]
-            if isinstance(spec, AttentionSpec):
-                _check_states(name, tensor, kv_cache_config.num_blocks, int(spec.block_size))
+            if isinstance(spec, AttentionSpec) and not isinstance(spec, CircularBufferSpec):
+                _check_entries(name, tensor, kv_cache_config.num_blocks, spec)
             yield _Layer(numbers[name], name, table, spec, tensor)
 
 
-def _check_states(name: str, tensor: torch.Tensor, pages: int, page_size: int) -> None:
-    """Raises UnsupportedGeometryError if a page does not have one state for each of its tokens. Treated as parts of
-    pages, such pages would be pages of other requests."""
-    states = tensor.shape[0] * tensor.shape[2] // pages  # a kernel's page may be a part of vLLM's
-    if states != page_size:
+def _check_entries(name: str, tensor: torch.Tensor, pages: int, spec: "AttentionSpec") -> None:
+    """Raises UnsupportedGeometryError if a page does not have as many entries as its spec says. Treated as parts of pages,
+    such pages would be pages of other requests."""
+    entries = tensor.shape[0] * tensor.shape[2] // pages  # a kernel's page may be a part of vLLM's
+    if entries * spec.tokens_per_state != spec.block_size:
         raise UnsupportedGeometryError(
-            f"cache of {name} keeps {states} states for the {page_size} tokens of a page, as DeepSeek V4 "
-            "does: PDConnector moves caches with one state per token; serve this model without "
-            "disaggregation"
+            f"cache of {name} keeps {entries} entries for the {spec.block_size} tokens of a page, and its spec says one for "
+            f"{spec.tokens_per_state}: PDConnector moves caches with an entry for each token, or for each few tokens; serve "
+            "this model without disaggregation"
         )
 
 
 def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPages | StatePages]:
-    from vllm.v1.kv_cache_interface import MambaSpec
+    from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 
+    if isinstance(layer.spec, CircularBufferSpec):
+        sections, states = describe_ring(layer.name, layer.spec, layer.tensor)
+        return state_group((layer.number,), sections, layer.table), states
     if isinstance(layer.spec, MambaSpec):
         module = vllm_config.compilation_config.static_forward_context.get(layer.name)
         ranks = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -130,14 +138,14 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
     kind, window = _kind(layer)
     kernel_page_size = tensor.shape[2]
     dtype = _dtype(layer, vllm_config)
-    known = dtype in DTYPES
+    convertible = dtype in DTYPES
     order = _order(tensor)
     packing = CpuPacking.of(vllm_config, layer.name) if tensor.device.type == "cpu" else None
-    if known and getattr(spec, "state_content_bytes", None) is not None:
-        dtype, known = f"{dtype} as {_backend(vllm_config, layer.name)} packs it", False
-    if packing is not None and kind == "attention" and not packing.known(spec, kernel_page_size):
-        dtype, known = f"{dtype} packed as {packing.name}", False
-    if known:
+    if convertible and getattr(spec, "state_content_bytes", None) is not None:
+        dtype, convertible = f"{dtype} as {_backend(vllm_config, layer.name)} packs it", False
+    if packing is not None and kind == "attention" and not packing.covers(spec, kernel_page_size):
+        dtype, convertible = f"{dtype} packed as {packing.name}", False
+    if convertible:
         tensor = tensor.view(DTYPES[dtype])
         key_dim, value_dim = int(spec.head_size), int(spec.head_size_v)
         key, value = _halves(tensor, key_dim, value_dim, packing if kind == "attention" else None)
@@ -164,8 +172,20 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
         heads_apart=heads_apart,
         table=layer.table,
         scales=(scales,),
+        state_tokens=int(spec.tokens_per_state),
+        interleave=_interleave(spec, vllm_config),
+        cached=bool(spec.prefix_cacheable),
     )
     return group, LayerPages(key, value, () if rows is None else (rows,))
+
+
+def _interleave(spec: "AttentionSpec", vllm_config: "VllmConfig") -> int:
+    """Tokens in a row that a context-parallel rank holds; 0: every rank holds all tokens, as those of a draft model do
+    that runs without context parallelism."""
+    cp_size, _ = context_parallel(vllm_config)
+    if cp_size == 1 or not spec.dcp_sharded:
+        return 0
+    return int(vllm_config.parallel_config.cp_kv_cache_interleave_size)
 
 
 def _packs_heads(spec: "AttentionSpec") -> bool:

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pd_connector.pool.store.base import DISK, MEMORY
+from pd_connector.pool.store.base import DISK, FAR, MEMORY
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.versions import advice
 from pd_connector.vllm.engine_facts import EngineFacts
@@ -47,7 +47,15 @@ try:  # 0.32 and later count cached tokens by source
 except ImportError:
     CacheHitSource = None
 
-_SOURCES = {MEMORY: CacheHitSource.HOST, DISK: CacheHitSource.DISK} if CacheHitSource else {}
+_SOURCES = (
+    {
+        MEMORY: CacheHitSource.HOST,
+        DISK: CacheHitSource.DISK,
+        FAR: CacheHitSource.EXTERNAL_UNSPECIFIED,
+    }
+    if CacheHitSource
+    else {}
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,16 +115,17 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         assert self._scheduler is not None
-        peers: dict[tuple[int, int], Peer] = {}
-        models = {rank: one.model for rank, one in metadata.items() if isinstance(one, RankAddress)}
-        for rank, address in metadata.items():
-            assert isinstance(address, RankAddress)
-            assert self._engine_id is not None
-            source = Source(address.host, address.port, self._engine_id)
-            peers[rank] = Peer(source, address.shard)
-        ports = {a.data_port for a in metadata.values() if isinstance(a, RankAddress)}
-        model = models[min(models)] if models else None
-        self._scheduler.set_peers(in_order(peers), tuple(ports - {0}), model)
+        assert self._engine_id is not None
+        addresses = [address for address in metadata.values() if isinstance(address, RankAddress)]
+        assert len(addresses) == len(metadata)
+        ranks = {rank.shard: rank for address in addresses for rank in (address, *address.copies)}
+        peers = in_order(
+            Peer(Source(rank.host, rank.port, self._engine_id), shard)
+            for shard, rank in ranks.items()
+        )
+        ports = {rank.data_port for rank in ranks.values()}
+        model = ranks[peers[0].shard].model if peers else None
+        self._scheduler.set_peers(peers, tuple(ports - {0}), model)
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         assert self._scheduler is not None

@@ -57,10 +57,10 @@ def _join_table() -> None:
     except Exception as error:  # another version of Dynamo's must not stop vLLM
         _failed(error)
     else:
-        found = _installed()
-        tested = "" if found in DYNAMO else f", which is untested ({', '.join(DYNAMO)} is)"
+        installed = _installed()
+        tested = "" if installed in DYNAMO else f", which is untested ({', '.join(DYNAMO)} is)"
         logger.info(
-            "%s is known to Dynamo %s%s: its workers ask it as %s", NAME, found, tested, ALIKE
+            "%s is known to Dynamo %s%s: its workers ask it as %s", NAME, installed, tested, ALIKE
         )
 
 

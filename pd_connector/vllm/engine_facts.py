@@ -3,9 +3,11 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd_connector.vllm.handoff.left_tokens import left_tokens
 from pd_connector.vllm.identity.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.pages.state_tables import NO_STATES, StateTables
 from pd_connector.vllm.pages.windows import Windows
+from pd_connector.vllm.shards import context_parallel
 from pd_connector.vllm.support import attends_ahead, gets_embeddings
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ class EngineFacts(NamedTuple):
         processor: fingerprint of how images and other inputs are processed (`identity.inputs.processor_settings`).
         embeddings_come: an encode engine sends the embeddings of images and other inputs.
         attends_ahead: a token's KV depends on the whole prompt (prefix LM).
-        states: which page tables list recurrent states.
+        states: which page tables list states.
+        left_tokens: of a prompt, that the prefill side leaves to the decode engine (`handoff.left_tokens`).
     """
 
     engine_id: str
@@ -39,6 +42,7 @@ class EngineFacts(NamedTuple):
     embeddings_come: bool = False
     attends_ahead: bool = False
     states: StateTables = NO_STATES
+    left_tokens: int = 0
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "EngineFacts":
@@ -47,10 +51,11 @@ class EngineFacts(NamedTuple):
         assert transfer is not None
         assert transfer.engine_id is not None
         groups = kv_cache_config.kv_cache_groups
+        cp_size, _ = context_parallel(vllm_config)
         drafts = vllm_config.speculative_config
         return cls(
             engine_id=transfer.engine_id,
-            windows=Windows.of(group.kv_cache_spec for group in groups),
+            windows=Windows.of((group.kv_cache_spec for group in groups), cp_size),
             ranks=vllm_config.parallel_config.world_size,
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
@@ -62,4 +67,5 @@ class EngineFacts(NamedTuple):
                 (group.kv_cache_spec for group in groups),
                 drops_last=drafts is not None and drafts.use_eagle_block_drop(),
             ),
+            left_tokens=left_tokens(vllm_config, (group.kv_cache_spec for group in groups)),
         )

@@ -40,7 +40,7 @@ class AuditReport(NamedTuple):
     def of(cls, outcome: Finished) -> "AuditReport":
         """The report of a load that compared."""
         counterparts = outcome.comparison.counterparts if outcome.comparison else ()
-        engines = tuple(sorted({one.engine_id for one in counterparts}))
+        engines = tuple(sorted({engine.engine_id for engine in counterparts}))
         return cls(outcome.request, outcome.cause, engines, outcome.detail)
 
 
@@ -54,11 +54,11 @@ class Cut(NamedTuple):
 
 def earliest(some: Mapping[str, Cut], others: Mapping[str, Cut]) -> dict[str, Cut]:
     """For each load the cut after which no rank has anything in place."""
-    found = dict(some)
+    cuts = dict(some)
     for request, cut in others.items():
-        if request not in found or cut.stop_token < found[request].stop_token:
-            found[request] = cut
-    return found
+        if request not in cuts or cut.stop_token < cuts[request].stop_token:
+            cuts[request] = cut
+    return cuts
 
 
 @dataclass
@@ -78,13 +78,15 @@ class StepCommands(KVConnectorMetadata):
 @dataclass
 class RankAddress(KVConnectorHandshakeMetadata):
     """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), the rank's shard, the
-    port for data (0: none), and its model."""
+    port for data (0: none), and its model. With prefill context parallelism also the addresses of the ranks that differ in
+    that place only: vLLM may pass on that of one of them."""
 
     host: str
     port: int
     shard: Shard
     data_port: int = 0
     model: ModelFacts | None = None
+    copies: tuple["RankAddress", ...] = ()
 
 
 @dataclass

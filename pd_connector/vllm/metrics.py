@@ -53,8 +53,8 @@ class PDStats(KVConnectorStats):
             for (name, labels), amount in (snapshot.counts.items() if snapshot else ())
         ]
         observations = snapshot.observations if snapshot else {}
-        found = cls({"counts": counts, "observations": observations, "gauges": dict(gauges or {})})
-        return None if found.is_empty() else found
+        stats = cls({"counts": counts, "observations": observations, "gauges": dict(gauges or {})})
+        return None if stats.is_empty() else stats
 
     def reset(self) -> None:
         empty: dict[str, Any] = {"counts": [], "observations": {}, "gauges": {}}
@@ -90,10 +90,10 @@ class RankGauges:
         self._by_rank: dict[int, Mapping[str, float]] = {}
         self._changed = False
 
-    def update(self, told: Mapping[int, Mapping[str, float]]) -> None:
+    def update(self, by_rank: Mapping[int, Mapping[str, float]]) -> None:
         """Ranks have reported their gauges."""
-        self._by_rank.update(told)
-        self._changed |= bool(told)
+        self._by_rank.update(by_rank)
+        self._changed |= bool(by_rank)
 
     def under_way(self, *, queued: bool) -> bool:
         """Whether a rank's last report says that transfers are under way.

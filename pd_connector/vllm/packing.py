@@ -35,7 +35,7 @@ class CpuPacking(NamedTuple):
         isa = getattr(getattr(module, "impl", None), "isa", None) or getattr(module, "isa", None)
         return cls(f"{name}-{isa or torch.backends.cpu.get_cpu_capability()}", isa)
 
-    def known(self, spec: "AttentionSpec", page_size: int) -> bool:
+    def covers(self, spec: "AttentionSpec", page_size: int) -> bool:
         """Whether `halves` is right for pages of this shape."""
         packs = self.name.startswith("CPU_ATTN") and self.isa is not None
         if not packs or spec.head_size != spec.head_size_v:
@@ -105,6 +105,6 @@ def _as_expected(isa: str | None, page_size: int, dim: int, dtype: torch.dtype) 
     seen = pages if dtype.itemsize > 1 else pages.view(torch.float8_e4m3fn)
     halves = CpuPacking("", isa).halves(seen, dim, dim)
     return all(
-        torch.equal(untiled(half)[1].transpose(0, 1).to(written), wanted)
-        for half, wanted in zip(halves, (key, value), strict=True)
+        torch.equal(untiled(half)[1].transpose(0, 1).to(written), expected)
+        for half, expected in zip(halves, (key, value), strict=True)
     )

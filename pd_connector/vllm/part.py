@@ -67,7 +67,7 @@ class Part:
         """A step was scheduled: add what the workers must know."""
 
     def broke_off(self, cuts: Mapping[str, Cut]) -> None:
-        """Ranks could not load all of some requests' KV. The end of these loads is told next, or later if other ranks go on."""
+        """Ranks could not load all KV of some requests. The ends of these loads are reported next, or later if other ranks go on."""
 
     def load_ended(self, request_id: str, *, failed: bool) -> bool:
         """The workers reported the end of a load. Returns whether it was this part's.

@@ -22,7 +22,7 @@ from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.handoff.fetching import Fetching
 from pd_connector.vllm.handoff.ignored import IgnoredParams
-from pd_connector.vllm.handoff.last_token import leave_last_token
+from pd_connector.vllm.handoff.left_tokens import leave_tokens, stop_after_prompt
 from pd_connector.vllm.handoff.movable import check_movable
 from pd_connector.vllm.handoff.no_handoff_requests import NoHandoffRequests
 from pd_connector.vllm.handoff.offers import Offers
@@ -58,9 +58,10 @@ class SchedulerSide:
 
     def __init__(self, config: Config, engine: EngineFacts) -> None:
         windows, states, ranks = engine.windows, engine.states, engine.ranks
+        left = engine.left_tokens
         self.telemetry = Telemetry()
         self._ignored = IgnoredParams(self.telemetry)
-        self._no_handoff = NoHandoffRequests(self.telemetry, max(windows.page_sizes, default=0))
+        self._no_handoff = NoHandoffRequests(self.telemetry, _largest_page(engine))
         self._config = config
         self._engine = engine
         self.identity = RequestIdentity(engine.adapters, engine.processor)
@@ -73,13 +74,18 @@ class SchedulerSide:
         )
         elsewhere = engine.embeddings_come or not engine.consumes
         uncomputable = Uncomputable(encoded_elsewhere=elsewhere)
-        known = self._status, unfilled, uncomputable, self.identity.adapters
-        self._fetching = Fetching(config, windows, states, ranks, self.telemetry, *known)
+        shared = self._status, unfilled, uncomputable, self.identity.adapters
+        self._fetching = Fetching(config, windows, states, left, ranks, self.telemetry, *shared)
         self._status.add(*self._fetching.rules)
         address = transfer_params.ProducerAddress(engine.engine_id, consumes=engine.consumes)
         self._model = LoadedModel(ranks, pool=bool(config.pool))
         self.offers = Offers(
-            windows, states, self._status, self._model, address, streams=config.overlap != "off"
+            windows,
+            states,
+            self._status,
+            self._model,
+            address,
+            streams=config.overlap != "off",
         )
         self._parts: list[Part] = [self._model, self._fetching, self.offers]
         self.pool: PoolSide | None = None
@@ -139,8 +145,10 @@ class SchedulerSide:
                 return
             check_movable(request, parsed, whole=self._engine.attends_ahead)
             offers = parsed.do_remote_decode and not parsed.describe
-            if offers and self._engine.produces and self._engine.states:
-                leave_last_token(request)
+            if offers and self._engine.produces and self._engine.left_tokens:
+                stop_after_prompt(request)
+                if not parsed.from_first_token:
+                    leave_tokens(request, self._engine.left_tokens)
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return
@@ -156,7 +164,10 @@ class SchedulerSide:
             identity = self._identity_of(request)
             if identity is None:
                 return
-            self._commands.append(self.offers.add(request, transfer, identity[0]))
+            chooses = parsed.from_first_token or not self._engine.left_tokens
+            self._commands.append(
+                self.offers.add(request, transfer, identity[0], chooses_first=chooses)
+            )
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -204,7 +215,7 @@ class SchedulerSide:
         self._workers_called = True
 
     def loads_broke_off(self, cuts: Mapping[str, Cut]) -> None:
-        """Ranks could not load all chunks of requests. The end of these loads is told with it, or later."""
+        """Ranks could not load all chunks of some requests. The ends of these loads are reported in the same step, or later."""
         for part in self._parts:
             part.broke_off(cuts)
 
@@ -295,6 +306,14 @@ class SchedulerSide:
 
     def _ignore(self, request: "Request", cause: Cause, detail: str) -> None:
         self._ignored.note(request.request_id, cause, detail)
-        asked = request.kv_transfer_params
-        if isinstance(asked, dict) and asked.get("do_remote_prefill"):
+        params = request.kv_transfer_params
+        if isinstance(params, dict) and params.get("do_remote_prefill"):
             self.telemetry.count("handoffs", cause=cause)
+
+
+def _largest_page(engine: EngineFacts) -> int:
+    """Tokens of the largest page of KV."""
+    sizes = engine.windows.page_sizes
+    listed = engine.states.list_states if engine.states else [False] * len(sizes)
+    pages = (size for size, of_states in zip(sizes, listed, strict=True) if not of_states)
+    return max(pages, default=0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a vLLM engine, and the part of the model that each holds."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,10 +17,15 @@ def engine_shards(vllm_config: "VllmConfig", own: Shard) -> tuple[Shard, ...]:
     """The shards of all ranks of this engine, as far as routes need them."""
     parallel = vllm_config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if pp == 1:
-        return tuple(Shard(own.first_layer, own.stop_layer, rank, tp) for rank in range(tp))
+    cp, pcp = context_parallel(vllm_config)
+    stages = [(own.first_layer, own.stop_layer)]
+    if pp > 1:
+        stages = [_stage(vllm_config, stage) for stage in range(pp)]
     return tuple(
-        Shard(*_stage(vllm_config, stage), rank, tp) for stage in range(pp) for rank in range(tp)
+        Shard(first, stop, rank, tp, cp, pcp_rank, pcp)
+        for first, stop in stages
+        for pcp_rank in range(pcp)
+        for rank in range(tp)
     )
 
 
@@ -28,11 +33,24 @@ def own_shard(vllm_config: "VllmConfig", numbers: list[int]) -> Shard:
     """The shard of this worker, which holds layers with these numbers."""
     parallel = vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
-    stage, rank = divmod(parallel.rank % parallel.world_size, tp)
+    cp, pcp = context_parallel(vllm_config)
+    # vLLM numbers its workers by stage, then by rank of prefill context parallelism, then by tensor-parallel rank.
+    place, rank = divmod(parallel.rank % parallel.world_size, tp)
+    stage, pcp_rank = divmod(place, pcp)
     if parallel.pipeline_parallel_size == 1:
         own = [number for number in numbers if number < DRAFT_LAYERS]
-        return Shard(min(own), max(own) + 1, rank, tp)
-    return Shard(*_stage(vllm_config, stage), rank, tp)
+        layers = min(own), max(own) + 1
+    else:
+        layers = _stage(vllm_config, stage)
+    return Shard(*layers, rank, tp, cp, pcp_rank, pcp)
+
+
+def context_parallel(vllm_config: "VllmConfig") -> tuple[int, int]:
+    """Ranks that share the tokens of a sequence, and ranks with the same tensor-parallel rank in a stage. vLLM shares
+    tokens of its cache for decode context parallelism alone, whose ranks may span those of the other kind."""
+    parallel = vllm_config.parallel_config
+    sizes = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    return int(sizes[0]), int(sizes[1])
 
 
 def _stage(vllm_config: "VllmConfig", stage: int) -> tuple[int, int]:
@@ -44,19 +62,35 @@ def _stage(vllm_config: "VllmConfig", stage: int) -> tuple[int, int]:
     return first, stop
 
 
+R = TypeVar("R")
+
+
 def gather_ranks(own: Peer) -> list[Peer]:
-    """All ranks of this engine, ordered by (pipeline stage, tensor-parallel rank). Every rank calls this at the same
-    time."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    """All ranks of this engine. Every rank calls this at the same time."""
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 
     ranks = [own]
-    for group in (get_tp_group(), get_pp_group()):
-        gathered: list[list[Peer]] = [[] for _ in range(group.world_size)]
-        torch.distributed.all_gather_object(gathered, ranks, group=group.cpu_group)
-        ranks = [rank for part in gathered for rank in part]
+    for group in (get_tp_group(), get_pcp_group(), get_pp_group()):
+        ranks = _gather(ranks, group)
     return ranks
 
 
-def in_order(peers: Mapping[tuple[int, int], Peer]) -> tuple[Peer, ...]:
-    """The ranks in the order of (pipeline stage, tensor-parallel rank)."""
-    return tuple(peers[key] for key in sorted(peers))
+def gather_copies(own: R) -> list[R]:
+    """The same of all ranks that differ in their rank of prefill context parallelism only. All of them call this at the
+    same time."""
+    from vllm.distributed.parallel_state import get_pcp_group
+
+    return _gather([own], get_pcp_group())
+
+
+def _gather(ranks: list[R], group: Any) -> list[R]:
+    gathered: list[list[R]] = [[] for _ in range(group.world_size)]
+    torch.distributed.all_gather_object(gathered, ranks, group=group.cpu_group)
+    return [rank for part in gathered for rank in part]
+
+
+def in_order(peers: Iterable[Peer]) -> tuple[Peer, ...]:
+    """The ranks by pipeline stage, then by rank of prefill context parallelism, then by tensor-parallel rank."""
+    return tuple(
+        sorted(peers, key=lambda p: (p.shard.first_layer, p.shard.pcp_rank, p.shard.tp_rank))
+    )

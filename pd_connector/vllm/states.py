@@ -18,7 +18,7 @@ from pd_connector.kv.geometry import Section
 from pd_connector.pages.layer import StatePages
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import MambaSpec
+    from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -105,18 +105,42 @@ def describe_states(
     return tuple(sections), StatePages(tuple(views), int(getattr(module, "num_spec", 0)))
 
 
+def describe_ring(
+    name: str, spec: "CircularBufferSpec", tensor: torch.Tensor
+) -> tuple[tuple[Section, ...], StatePages]:
+    """The sections of a layer's ring, and this rank's views of them: one for each of vLLM's head slots (V4.1 and QSA have
+    one, GLM-5-Next K and its gate). Token i is in row `i % rows`. Every rank holds the whole ring.
+
+    Args:
+        name: of the layer, for messages.
+        tensor: the layer's cache, `[page, slot, row, dim]`.
+
+    Raises:
+        UnsupportedGeometryError: a page is not one ring, or a dtype that cannot be moved.
+    """
+    _, slots, rows, dim = tensor.shape
+    dtype = _DTYPE_NAMES.get(tensor.dtype)
+    if rows != spec.block_size or dtype is None:
+        raise UnsupportedGeometryError(
+            f"ring of {name} has {rows} rows of {tensor.dtype}: PDConnector moves rings of {spec.block_size} rows, of "
+            f"{', '.join(DTYPES)}; serve this model without disaggregation"
+        )
+    sections = tuple(Section(f"ring.{slot}", 1, rows, dim, dtype) for slot in range(slots))
+    return sections, StatePages(tuple(tensor[:, slot : slot + 1] for slot in range(slots)))
+
+
 def _tensors(
     tensor: torch.Tensor, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
     """The tensors of a state, `[page, *shape]` each, in the memory of the pages."""
     pages = tensor.flatten(1).view(torch.uint8)
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     first = 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         stop = first + math.prod(shape) * dtype.itemsize
-        found.append(pages[:, first:stop].view(dtype).unflatten(1, shape))
+        tensors.append(pages[:, first:stop].view(dtype).unflatten(1, shape))
         first = stop
-    return found
+    return tensors
 
 
 def _views(name: str, parts: Parts, state: torch.Tensor) -> list[torch.Tensor]:

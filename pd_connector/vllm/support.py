@@ -7,6 +7,7 @@ from pd_connector.config import Config
 from pd_connector.errors import ConfigError
 from pd_connector.pool.host import settings_of
 from pd_connector.vllm.pages.state_tables import StateTables
+from pd_connector.vllm.shards import context_parallel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,14 +54,18 @@ def connector_parts(transfer: Any) -> list[dict[str, Any]]:
 
 def gets_embeddings(vllm_config: "VllmConfig") -> bool:
     """Whether an encode engine sends this engine the embeddings of images and other inputs."""
-    told = vllm_config.ec_transfer_config
-    return told is not None and bool(told.is_ec_consumer)
+    settings = vllm_config.ec_transfer_config
+    return settings is not None and bool(settings.is_ec_consumer)
 
 
 def attends_ahead(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether tokens of a prompt attend to what follows them (prefix LM)."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
+    layers = [
+        layer_spec
+        for spec in specs
+        for layer_spec in getattr(spec, "kv_cache_specs", {0: spec}).values()
+    ]
     return any(getattr(layer, "non_causal", False) for layer in layers)
 
 
@@ -80,6 +85,11 @@ def check_prefixes(
         raise ConfigError(
             "pool: this model keeps recurrent states, which the pool has no form for: only handoffs move them; leave out "
             "the config key pool"
+        )
+    if max(context_parallel(vllm_config)) > 1:
+        raise ConfigError(
+            "pool: ranks of context parallelism share the tokens of a chunk, or keep copies of it, which the pool has no "
+            "form for: only handoffs move them; leave out the config key pool"
         )
     model = vllm_config.model_config
     if not model.is_prefix_caching_supported:
@@ -121,11 +131,3 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "enable_return_routed_experts: only the prefill engine knows which experts a prompt took, and "
             "does not send them to the decode engine; leave the option out"
         )
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size != 1:
-            raise ConfigError(
-                f"{name} {size}: PDConnector does not split a prompt's tokens over ranks; start "
-                "the engine with 1"
-            )

@@ -41,7 +41,7 @@ from pd_connector.vllm.messages import (
 from pd_connector.vllm.metrics import PDStats
 from pd_connector.vllm.pool.fills import PoolFills
 from pd_connector.vllm.runner import hooks_tell_layers, in_lockstep, revokes_late
-from pd_connector.vllm.shards import engine_shards, gather_ranks
+from pd_connector.vllm.shards import engine_shards, gather_copies, gather_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,7 +65,7 @@ class WorkerSide:
         self._told_changes = 0
         self._rank = int(vllm_config.parallel_config.rank)
         self._gauges: dict[str, float] = {}  # as they were before the last outcomes were taken
-        self._told: dict[str, float] = {}  # as last reported to the scheduler
+        self._reported_gauges: dict[str, float] = {}  # as last reported to the scheduler
         self._prefills: list[Prefill] = []
         self._idle = False
         self._backoff = IdleBackoff(alone=vllm_config.parallel_config.world_size == 1)
@@ -99,8 +99,6 @@ class WorkerSide:
         assert transfer is not None
         assert transfer.engine_id is not None
         shard = cache.geometry.shard
-        # With states a prompt is computed without its last token, and what is sampled after it is not an answer.
-        states = any(group.kind == "state" for group in cache.geometry.groups)
         loaded, files = loaded_weights(self._vllm_config), loaded_files(self._vllm_config)
         draft = draft_model(self._vllm_config, self._config, caches)
         facts = model_facts(self._vllm_config, self._config, caches, shard, loaded, files, draft)
@@ -112,7 +110,7 @@ class WorkerSide:
             produces=transfer.is_kv_producer,
             consumes=transfer.is_kv_consumer,
             shards=engine_shards(self._vllm_config, shard),
-            tells=(FIRST_TOKEN,) if transfer.is_kv_producer and not states else (),
+            tells=(FIRST_TOKEN,) if transfer.is_kv_producer else (),
             late_revokes=revokes_late(self._vllm_config, self._kv_cache_config),
             audits=self._config.audit != "off",
             experts=self._vllm_config.model_config.is_moe,
@@ -126,6 +124,8 @@ class WorkerSide:
         self._address = RankAddress(
             self._agent.host, self._agent.port, shard, self._agent.data_port, facts
         )
+        if shard.pcp_size > 1:
+            self._address.copies = tuple(gather_copies(self._address))
         if transfer.is_kv_producer and self._vllm_config.parallel_config.world_size > 1:
             source = Source(self._agent.host, self._agent.port, transfer.engine_id)
             self._agent.introduce(gather_ranks(Peer(source, shard)))
@@ -150,7 +150,7 @@ class WorkerSide:
         assert self._agent is not None or not step.commands
         changes = 0
         if self._model is not None:
-            self._model.step(asked=step.compare_weights, idle=step.idle)
+            self._model.step(suspected=step.compare_weights, idle=step.idle)
             changes = self._model.changes
         if self._agent is not None:
             self._agent.engine_steps()
@@ -225,7 +225,7 @@ class WorkerSide:
 
     def activity(self) -> WorkerActivity:
         """Everything that has ended or changed since the last call."""
-        changed, self._told = self._gauges != self._told, self._gauges
+        changed, self._reported_gauges = self._gauges != self._reported_gauges, self._gauges
         activity = WorkerActivity(
             frozenset(self._ready),
             frozenset(self._unavailable),
@@ -241,8 +241,14 @@ class WorkerSide:
             self._facts_changed(),
         )
         self._saved.clear()
-        for told in (self._ready, self._unavailable, self._audits, self._unaudited, self._causes):
-            told.clear()
+        for reported in (
+            self._ready,
+            self._unavailable,
+            self._audits,
+            self._unaudited,
+            self._causes,
+        ):
+            reported.clear()
         return activity
 
     @property
@@ -306,18 +312,18 @@ class WorkerSide:
         return {self._rank: self._told_changes}
 
     def _model_changed(self) -> dict[int, bytes | None]:
-        """The loaded model as the pool knows it, if the scheduler has not heard it."""
+        """The loaded model's part of the pool's keys, if it has changed since the last report."""
         # Asked first: if nothing is read any more, what was read is known.
         reads = self._model is not None and self._model.reads
-        known = self._agent.pool_model if self._agent else b""
-        model = {self._rank: known or (None if reads else b"")}
+        loaded = self._agent.pool_model if self._agent else b""
+        model = {self._rank: loaded or (None if reads else b"")}
         if model == self._advertised_model:
             return {}
         self._advertised_model = model
         return model
 
     def _facts_changed(self) -> ModelFacts | None:
-        """The model as peers are told it, if this is the first rank and the scheduler has not heard it."""
+        """The facts that peers get of the model, if this is the first rank and they have changed since its last report."""
         facts = self._agent.facts if self._agent and not self._rank else self._told_facts
         changed, self._told_facts = facts != self._told_facts, facts
         return facts if changed else None

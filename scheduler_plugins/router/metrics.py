@@ -122,6 +122,20 @@ class Metrics:
             ["from", "to", "cause"],
             registry=self.registry,
         )
+        self.engines_wanted = Gauge(
+            "pd_router:engines_wanted",
+            "Engines that a side of a group shall have, by a role policy that starts and stops engines. Only the router "
+            "that decides on roles has it.",
+            ["group", "role"],
+            registry=self.registry,
+        )
+        self.engine_starts = Counter(
+            "pd_router:engine_starts",
+            "Runs of start_command and stop_command, by what came of them: started, stopped, or failed_ with the step that "
+            "failed (command, address, serving, stop).",
+            ["group", "role", "outcome"],
+            registry=self.registry,
+        )
         self.policy_faults = Counter(
             "pd_router:policy_faults",
             "Decisions that a policy did not make, so that the default policy made them (of a role policy: no engine "

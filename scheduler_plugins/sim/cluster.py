@@ -26,6 +26,7 @@ from scheduler_plugins.sim.links import Links, Network
 from scheduler_plugins.sim.node import ClusterView, Node
 from scheduler_plugins.sim.prefill import RunningPrefill
 from scheduler_plugins.sim.roles import EVERY_S, Roles, Ticks
+from scheduler_plugins.sim.scaling import Scaler, Starts
 from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.timeline import Timeline
 
@@ -86,6 +87,7 @@ class Cluster:
         changes: Iterable[Change] = (),
         controller: RoleController | None = None,
         every_s: float = EVERY_S,
+        starts: Starts | None = None,
     ) -> list[Served]:
         """Serve everything; the results are in the order of arrival.
 
@@ -94,8 +96,12 @@ class Cluster:
             changes: engines that join, leave, die or change their role.
             controller: changes roles; asked every `every_s` seconds. The moves are in `roles.moved`. At level 1, with
                 whole prompts as steps, the results mislead: sequences stand still for whole prompts.
+            starts: how the controller's numbers of engines are carried out; None: they are not. What came of them is in
+                `roles.scaler`.
         """
         timeline, served = self._timeline, list[Served]()
+        if starts is not None:
+            self.roles.scaler = Scaler(starts, self.nodes, self.join, self._drains, self._leaves)
         if controller is not None:
             self.roles.controller = controller
             self._arriving = True
@@ -171,6 +177,19 @@ class Cluster:
         """Drain an engine: it gets no new requests, and finishes its own."""
         self.nodes[name].draining = True
         self._changed(now_s)
+
+    def _drains(self, node: Node, drains: bool, now_s: float) -> None:
+        node.draining = drains
+        self._changed(now_s)
+
+    def _leaves(self, node: Node, now_s: float) -> bool:
+        """Remove an engine that serves nothing and holds no KV that is to be fetched. Returns whether it is so."""
+        if any(node in (each.p, each.d, each.source) for each in self._journeys.values()):
+            return False
+        del self.nodes[node.name]
+        self._rooms.gone(node.name)
+        self._changed(now_s)
+        return True
 
     def set_role(self, name: str, role: Role, now_s: float) -> None:
         """Change an engine's role. It gets requests of the new role from now on, and finishes its own."""
@@ -319,6 +338,10 @@ class Rooms:
     def clear(self, name: str) -> None:
         """Nothing waits for this engine, because it is new or dead."""
         self._waiting[name] = []
+
+    def gone(self, name: str) -> None:
+        """The engine has left. Nothing waited for it."""
+        del self._waiting[name]
 
     def wait(self, journey: Journey, size: int, now_s: float) -> None:
         """A prompt of `size` bytes was computed. Its transfer begins when its decode engine has room."""

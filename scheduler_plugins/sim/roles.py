@@ -15,6 +15,7 @@ from scheduler_plugins.router.roles.history import KEPT_S, History
 from scheduler_plugins.sim.engine import ARRIVAL
 from scheduler_plugins.sim.journey import Journey
 from scheduler_plugins.sim.node import Node
+from scheduler_plugins.sim.scaling import Scaler
 from scheduler_plugins.sim.timeline import Timeline
 
 EVERY_S = 1.0
@@ -41,6 +42,8 @@ class Roles:
         """`set_role`: called with an engine's name, its new role and the time."""
         self.controller: RoleController | None = None
         self.moved: list[Moved] = []
+        self.scaler: Scaler | None = None
+        """Starts and stops engines; None: their number stays."""
         self._nodes = nodes
         self._set_role = set_role
         self._history = History()
@@ -88,6 +91,8 @@ class Roles:
     def tick(self, now_s: float) -> None:
         """Ask the controller, and carry out its moves. Raises PolicyError if its policy fails."""
         assert self.controller is not None
+        if self.scaler is not None:
+            self.scaler.advance(now_s)
         moves = self.controller.moves(self._fleet(now_s), now_s)
         if fault := self.controller.fault:
             raise PolicyError(f"role policy at {now_s:.0f} s: {fault!r}") from fault
@@ -96,6 +101,8 @@ class Roles:
             self._set_role(move.engine, move.role, now_s)
             self._since_s[move.engine] = now_s
             self.controller.done(move.engine, now_s)
+        if self.scaler is not None:
+            self.scaler.carry_out(self.controller.scales, now_s)
 
     def _fleet(self, now_s: float) -> Fleet:
         waiting = self._waiting.values()
@@ -103,7 +110,13 @@ class Roles:
         tokens = sum(journey.waiting.tokens for journey in waiting)
         front = {GROUP: Front(len(self._waiting), tokens, oldest_s)}
         members = [self._member(node) for node in self._nodes.values() if not node.draining]
-        return Fleet(members, self._history, front)
+        fleet = Fleet(members, self._history, front)
+        if self.scaler is None:
+            return fleet
+        starts = self.scaler.starts
+        usual = starts.usual_per_s
+        usual_per_s = {} if usual is None else {GROUP: usual(now_s + starts.start_s)}
+        return fleet._replace(start_s=starts.start_s, usual_per_s=usual_per_s)
 
     def _member(self, node: Node) -> Member:
         home = self._home.setdefault(node.name, node.role)

@@ -152,6 +152,19 @@ class Scenario:
                 counts[letter] += 1
         return nodes
 
+    def node(self, name: str, role: Role) -> Node:
+        """An idle engine like the first part of this role.
+
+        Raises:
+            ValueError: the scenario has no engine of this role.
+        """
+        for part in self.parts.parts:
+            if part.role is role and part.number:
+                return Node(name, role, self._settings(part))
+        raise ValueError(
+            f"{role}: the scenario has no engine of this role to start another like it"
+        )
+
     def _settings(self, part: Part) -> NodeSettings:
         return NodeSettings(
             truth=self._at_level(part.profile.costs),

@@ -31,8 +31,7 @@ from pd_connector.config import Config
 from pd_connector.control import addresses
 from pd_connector.control.sockets import Connection, Listener
 from pd_connector.errors import Cause
-from pd_connector.protocol.consuming.consumer import Consumer
-from pd_connector.protocol.consuming.landings import Landings
+from pd_connector.protocol.consuming.consumer import Consumer, Landings
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire.peers import Peer, Source
 

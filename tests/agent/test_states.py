@@ -59,6 +59,7 @@ class HybridRank(Rank):
         order: Order = "SD",
         *,
         fills: bool = False,
+        layout: str = "test",
         **options: Any,
     ) -> None:
         whole = msgspec.structs.replace(shard, stop_layer=5)
@@ -67,13 +68,14 @@ class HybridRank(Rank):
             self.states.fill()
         self.state_writes: list[tuple[int, str]] = []  # chunks of KV before it, and its section
         self.kv_writes = 0
-        super().__init__(settings, geometry=geometry_of(shard), seed=0 if fills else 1, **options)
+        geometry = geometry_of(shard, layout=layout)
+        super().__init__(settings, geometry=geometry, seed=0 if fills else 1, **options)
 
     def make_cache(self, seen: dict[int, LayerPages], geometry: Geometry) -> PagedCache:
         (states,) = self.states.geometry.groups
         states = msgspec.structs.replace(states, table=1)
         both = Geometry(self.states.geometry.shard, (*geometry.groups, states))
-        cache = PagedCache({**seen, **self.states.layers}, both)
+        cache = PagedCache({**seen, **self.states.layers}, both, clears=True)
         scatter = cache.scatter
 
         def noted(route: Route, chunk: Chunk, *arguments: Any) -> None:
@@ -107,10 +109,11 @@ class HybridRank(Rank):
         peers: Sequence[Peer],
         *,
         first: int = 0,
+        stop: int = len(INTO) * 4,
         wait: bool = False,
         state_token: int = STATE_TOKEN,
     ) -> None:
-        tables, stop = (INTO, [1]), len(INTO) * self.page_tokens
+        tables = INTO, [1]
         request = f"load of {transfer}"
         load = Load(request, transfer, tuple(peers), TOKENS, first, stop, tables, wait)
         self.agent.submit(load._replace(state_token=state_token))
@@ -132,6 +135,26 @@ def test_kv_and_states_arrive_exactly(ranks: Ranks, transport: str) -> None:
     assert_pages(producer, PAGES, consumer, INTO)
     assert consumer.states.problem() == ""
     assert producer.freed("t").cause is None
+
+
+@each_transport
+def test_what_a_load_leaves_out_of_its_last_page_is_zero(ranks: Ranks, transport: str) -> None:
+    """Attention reads the page whole. What an earlier request has left there, such as a state, can be no number."""
+    settings = LONG | TRANSPORTS[transport]
+    producer = ranks.add(HybridRank(settings, fills=True, consumes=False))
+    # Pages of another layout do not pass whole.
+    consumer = ranks.add(HybridRank(settings, layout="other", produces=False))
+    views = [v for n in (0, 1) for v in consumer.cache.layer(n)[:2] if v is not None]
+    for view in views:
+        view.fill_(float("nan"))
+    producer.offers("t")
+    consumer.loads("t", [producer.peer], stop=STATE_TOKEN)
+    assert consumer.loaded("t").cause is None
+    for view in views:
+        assert not view[INTO[-1], :, STATE_TOKEN % 4 :].any()
+        untouched = [page for page in range(len(view)) if page not in INTO]
+        assert view[untouched].isnan().all()  # the control: they did hold no numbers
+    producer.freed("t")
 
 
 @each_transport

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -80,10 +81,13 @@ def paged(
     window: int = 0,
     workers: int = 3,
     jagged: bool = False,
+    value_dim: int | None = None,
+    sinks: bool = False,
     **mods: Any,
 ) -> None:
     torch.manual_seed(1)
     given = paged_set(list(lengths), heads, page, cache, queries)
+    given = given._replace(values=given.values[..., :value_dim])
     for each in (given.keys, given.values):
         nothing_outside(each, given.table, lengths)
     scales = (heads.dim**-0.5, 0.7, 1.3) if cache == FP8 else (heads.dim**-0.5, 1.0, 1.0)
@@ -94,6 +98,8 @@ def paged(
         starts = torch.tensor([0, *counts]).cumsum(0)
         query = torch.cat(kept).unsqueeze(1)
         batch = PagedCall(query, *given[1:], *scales, True, window, None, None, starts, queries)
+    if sinks:
+        batch = replace(batch, sinks=torch.linspace(-3.0, 6.0, heads.query))
     _compare(batch, workers, BOUND)
 
 
@@ -236,6 +242,13 @@ DECODES: dict[str, Case] = {
     "paged, dim 256, 8 queries, fp8": functools.partial(
         paged, heads=Heads(16, 2, 256), queries=8, cache=FP8, page=64
     ),
+    "paged, dim 512": functools.partial(paged, heads=Heads(8, 1, 512)),
+    "paged, dim 512, 64 lines": functools.partial(paged, heads=Heads(16, 2, 512), queries=8),
+    "paged, 192 and 128": functools.partial(paged, heads=Heads(8, 2, 192), value_dim=128),
+    "paged, sinks, window, split": functools.partial(
+        paged, [300, 0, 37], Heads(8, 1, 64), window=128, workers=7, sinks=True
+    ),
+    "paged, sinks, fp8": functools.partial(paged, heads=Heads(8, 1, 64), cache=FP8, sinks=True),
     "swapped": swapped,
     "swapped, 8 heads, page 32": functools.partial(swapped, Heads(8, 1, 128), page=32),
     "swapped, page 64, window": functools.partial(swapped, page=64, window=50),

@@ -16,6 +16,7 @@ SMALL = (
         "tile mask",
     ),
     *("direct launch", "direct launch, mla"),
+    *("paged, sinks, window, split", "paged, 192 and 128", "paged, dim 512"),
 )
 """`python -m tests.emulator` executes all."""
 

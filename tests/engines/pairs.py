@@ -57,7 +57,7 @@ class Setup:
     forked: bool = True
     """See `Recipe`."""
     vllm: Vllm = USUAL
-    """What both engines run. The one engine that answers are held to has 0.32 with V1, which is faster here."""
+    """What both engines run. The one engine that answers are held to has `USUAL`."""
 
     @classmethod
     def of(

@@ -41,7 +41,10 @@ VLLM: Mapping[Vllm, Mapping[str, str]] = {
     "0.33": {**_V2, "PYTHONPATH": f"{NEWEST}:{_TRITON}"},
 }
 """Variables for each version and model runner of vLLM: V2 as on a GPU, if V1 is not named."""
-USUAL: Vllm = "0.33" if NEWEST.is_dir() else "0.32"
+USUAL: Vllm = "0.32 V1"
+"""What engines of a test run, unless its subject is what the newest scheduler and runner do: a step is a tenth of a second shorter."""
+NEW: Vllm = "0.33" if NEWEST.is_dir() else "0.32"
+"""Model Runner V2 with steps scheduled ahead, as on a GPU."""
 # --enforce-eager leaves vLLM's helpers compiled, each at its first use: the one that ranks logprobs
 # costs every engine seconds.
 COMPILE_NOTHING = {"TORCH_COMPILE_DISABLE": "1"}

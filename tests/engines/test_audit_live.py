@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from harness import assert_same_logprobs, completion, fresh_salt, prefill_step, two_step, wait_until
 from pairs import EnginePool, Pair, Setup
+from recipes import NEW
 from test_handoff import PAGE, prompt_of
 from test_models import MLA_ARGS
 from test_unlike import PIPELINE_PARALLEL
@@ -18,6 +19,7 @@ from tiny_models import build
 from tools import TOLERANCE, delta, probe, probe_all
 
 SETUP = Setup.of(
+    vllm=NEW,
     audit="first",
     session_timeout_s=3.0,
     heartbeat_s=0.5,

@@ -29,12 +29,14 @@ from pairs import (
     Setup,
 )
 from pauses import in_background, loading, paused
+from recipes import NEW
 from test_handoff import PAGE, prompt_of
 from tools import TOLERANCE, delta, leaving_client
 
 from pd_connector.tools.launch import Census
 
 SETUP = Setup.of(
+    vllm=NEW,
     worker_apart=True,  # more processes that can die
     transports=["tcp"],
     key="91e026d37e3cd5093c131e20630bff59862845a3af6ceab8eaec7251e353bec0",

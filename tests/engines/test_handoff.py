@@ -24,7 +24,7 @@ from pairs import (
     Pair,
     Setup,
 )
-from recipes import MODEL
+from recipes import MODEL, NEW
 from tools import TOLERANCE, delta, probe, streamed_chat
 
 from pd_connector.kv.model import model_problem
@@ -34,7 +34,7 @@ PAGE = 32
 SHORT_LEASE = {"lease_s": 6}
 """For a producer whose peers refuse what it keeps for them: it keeps it until the lease ends."""
 # As users start them: new interpreters, and workers apart. What answers are compared with is forked.
-SETUP = Setup.of(worker_apart=True, forked=False, prefill_extra=SHORT_LEASE)
+SETUP = Setup.of(vllm=NEW, worker_apart=True, forked=False, prefill_extra=SHORT_LEASE)
 
 
 @cache

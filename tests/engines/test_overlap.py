@@ -23,6 +23,7 @@ from pairs import (
     Pair,
     Setup,
 )
+from recipes import NEW
 from test_handoff import prompt_of
 from told import halves, told_at_once
 from tools import TOLERANCE, delta, leaving_client
@@ -38,6 +39,7 @@ FEW_PAGES = ("--num-gpu-blocks-override", "131", "--no-scheduler-reserve-full-is
 # The one that prefills sends step by step, the one that decodes defers; turned round, nothing is
 # sent early, and pages are allocated at once.
 STEP = Setup.of(
+    vllm=NEW,
     prefill_extra={"overlap": "step", "defer_pages": False},
     decode_extra={"overlap": "off", "defer_pages": True},
     args=PORTIONS,

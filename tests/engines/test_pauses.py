@@ -6,11 +6,14 @@ from __future__ import annotations
 import time
 
 from harness import assert_same_logprobs, completion, fresh_salt, wait_until
-from pairs import Pair
+from pairs import Pair, Setup
 from pauses import fetching_while_paused, in_background, loading, no_generation
+from recipes import NEW
 from test_handoff import prompt_of
 from told import halves
 from tools import TOLERANCE
+
+SETUP = Setup(vllm=NEW)
 
 
 def test_a_pause_that_keeps_requests_does_not_wait_for_kv_that_comes(pair: Pair, reference) -> None:

@@ -21,6 +21,7 @@ from harness import (
     wait_until,
 )
 from pools import CHUNKS, PROMPT, PooledEngines, counted, hits, sharing_a_pool
+from recipes import NEW
 from test_identity_live import with_one_other_weight
 from tools import TOLERANCE
 
@@ -95,7 +96,9 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with sharing_a_pool(tmp_path_factory.mktemp("served")) as pool:
-        yield Served(pool, pool.start(32), (pool.start(64), pool.start(64)))
+        yield Served(
+            pool, pool.start(32, vllm=NEW), (pool.start(64, vllm=NEW), pool.start(64, vllm=NEW))
+        )
 
 
 def test_a_pair_hands_over_with_a_pool_on_both_sides(served: Served) -> None:

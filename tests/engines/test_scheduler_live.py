@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from harness import assert_same_logprobs, completion, fresh_salt, two_step, wait_until
 from pairs import Pair, Setup
+from recipes import NEW
 from test_handoff import LENGTHS, prompt_of
 from tools import TOLERANCE, delta
 
@@ -39,6 +40,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     path = tmp_path_factory.mktemp("scheduler") / "scheduler.yaml"
     path.write_text(CLASSES)
     return Setup.of(
+        vllm=NEW,
         args=[
             "--scheduler-cls",
             FLAG,

@@ -14,15 +14,15 @@ from harness import (
 )
 from pairs import Pair, Setup
 from pauses import LEASED, in_background
-from recipes import USUAL
+from recipes import NEW
 from test_handoff import prompt_of
 from tools import TOLERANCE, delta, probe
 
 from pd_connector.tools.launch import VllmEngine
 
-SETUP = Setup.of(lease_s=600.0)
+SETUP = Setup.of(vllm=NEW, lease_s=600.0)
 
-pytestmark = pytest.mark.skipif(USUAL != "0.33", reason="no vLLM 0.33: read .venv/vllm-0.33.log")
+pytestmark = pytest.mark.skipif(NEW != "0.33", reason="no vLLM 0.33: read .venv/vllm-0.33.log")
 
 
 @pytest.fixture(autouse=True)

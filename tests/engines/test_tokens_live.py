@@ -10,6 +10,7 @@ import pytest
 from harness import Answer, assert_same_logprobs, fresh_salt, wait_until
 from pairs import Pair, Setup
 from pools import CHUNKS, PROMPT, counted, sharing_a_pool
+from recipes import NEW
 from test_handoff import prompt_of
 from tools import TOLERANCE, delta
 
@@ -17,7 +18,7 @@ from pd_connector.tools.launch import Client, VllmEngine
 from scheduler_plugins.admission.endpoints import GENERATE
 
 SCALE_OUT = "--enable-scale-out"
-SETUP = Setup.of(args=(SCALE_OUT, "--max-num-batched-tokens", "256"), lease_s=6)
+SETUP = Setup.of(vllm=NEW, args=(SCALE_OUT, "--max-num-batched-tokens", "256"), lease_s=6)
 LONG = 700
 TRANSFERS = "pd_connector:received_transfers_total"
 

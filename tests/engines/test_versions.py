@@ -12,7 +12,7 @@ from harness import (
     two_step,
 )
 from pairs import EnginePool, Pair, Setup, Side
-from recipes import NEWEST, OLDER, USUAL, VLLM, Recipe, Vllm
+from recipes import NEW, NEWEST, OLDER, VLLM, Recipe, Vllm
 from test_handoff import prompt_of
 from told import told_at_once
 from tools import TOLERANCE, delta, probe
@@ -41,7 +41,7 @@ class MixedSetup(Setup):
 def mixed(engines: EnginePool, request: pytest.FixtureRequest) -> Pair:
     if request.param == "0.31" and not OLDER.is_dir():
         pytest.skip(f"no vLLM 0.31 in {OLDER.name} of the environment: run ci/setup-tests")
-    return engines.pair(MixedSetup(both=True, other=request.param))
+    return engines.pair(MixedSetup(both=True, vllm=NEW, other=request.param))
 
 
 def served(engine: VllmEngine) -> tuple[str, bool, bool]:
@@ -55,9 +55,9 @@ def served(engine: VllmEngine) -> tuple[str, bool, bool]:
     )
 
 
-@pytest.mark.parametrize("mixed", [name for name in VLLM if name != USUAL], indirect=True)
+@pytest.mark.parametrize("mixed", [name for name in VLLM if name != NEW], indirect=True)
 def test_unlike_versions_and_runners_hand_over_both_ways(mixed: Pair, reference) -> None:
-    assert served(mixed.d) == (USUAL, True, True)
+    assert served(mixed.d) == (NEW, True, True)
     second = (other := mixed.setup.other) in ("0.32", "0.33")
     assert served(mixed.p) == (other.split()[0], second, second)
     prompt = prompt_of(700, start=60)

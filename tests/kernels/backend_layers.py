@@ -54,7 +54,9 @@ class Shape:
             attention_backend=backend,
             **{"enforce_eager": True, **engine},
         ).create_engine_config()
-        extra = {"sinks": torch.zeros(self.heads)} if self.sinks else {}
+        extra = (
+            {"sinks": torch.linspace(-1.0, 4.0, self.heads).to(self.dtype)} if self.sinks else {}
+        )
         slopes = [2.0**-n for n in range(1, self.heads + 1)] if self.alibi else None
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)

@@ -176,6 +176,23 @@ KERNELS: dict[str, Callable[[], Launched]] = {
     "mla, 128 heads, page 16": functools.partial(mla_call, 128, page=16),
 }
 MORE: dict[str, Callable[[], Launched]] = {
+    "paged, dim 512": functools.partial(paged_call, heads=16, kv_heads=2, dim=512),
+    "paged, dim 512, 32 lines": functools.partial(
+        paged_call, queries=4, heads=16, kv_heads=2, dim=512
+    ),
+    "paged, dim 512, 64 lines": functools.partial(
+        paged_call, queries=8, heads=16, kv_heads=2, dim=512
+    ),
+    "paged, dim 512, fp8": functools.partial(paged_call, heads=16, kv_heads=2, dim=512, dtype=FP8),
+    "paged, 192 and 128": functools.partial(paged_call, dim=192, value_dim=128),
+    "paged, 192 and 128, fp8": functools.partial(paged_call, dim=192, value_dim=128, dtype=FP8),
+    "paged, 192 and 128, 64 lines": functools.partial(
+        paged_call, heads=64, queries=8, dim=192, value_dim=128
+    ),
+    "paged, sinks": functools.partial(paged_call, heads=64, dim=64, sinks=True, window=128),
+    "paged, sinks, fp8": functools.partial(paged_call, heads=64, dim=64, sinks=True, dtype=FP8),
+    "paged, dim 32": functools.partial(paged_call, dim=32),
+    "paged, dim 120": functools.partial(paged_call, dim=120),
     "paged, dim 64": functools.partial(paged_call, dim=64),
     "paged, dim 256": functools.partial(paged_call, dim=256),
     "paged, fp8, swapped, 32 lines": functools.partial(

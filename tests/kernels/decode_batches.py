@@ -58,17 +58,19 @@ def paged_batch(
     cache: torch.dtype | None = None,
     order: str = "NHD",
     seed: int = 1,
+    value_dim: int | None = None,
     **others: Any,
 ) -> PagedCall:
     """`order`: NHD or HND, K and V side by side as vLLM lays them out, or `apart`."""
+    dims = [dim, value_dim or dim]
     table, pages = paged_tables(lengths, page, seed)
     kind = cache or dtype
     if order == "apart":
-        keys, values = (torch.zeros(pages, page, kv_heads, dim).to(kind) for _ in range(2))
+        keys, values = (torch.zeros(pages, page, kv_heads, each).to(kind) for each in dims)
     else:
         shape = (page, kv_heads) if order == "NHD" else (kv_heads, page)
-        both = torch.zeros(pages, *shape, 2 * dim).to(kind)
-        keys, values = (both if order == "NHD" else both.transpose(1, 2)).split(dim, dim=3)
+        both = torch.zeros(pages, *shape, sum(dims)).to(kind)
+        keys, values = (both if order == "NHD" else both.transpose(1, 2)).split(dims, dim=3)
     fill_tokens(keys, table, lengths, seed + 1)
     fill_tokens(values, table, lengths, seed + 2)
     source = torch.Generator().manual_seed(seed + 3)

@@ -50,6 +50,8 @@ SHAPES = {
     "a soft cap": Shape(soft_cap=5.0),
     "a window and a soft cap": Shape(window=40, soft_cap=5.0),
     "ALiBi": Shape(alibi=True),
+    "sinks": Shape(sinks=True),
+    "sinks and a window": Shape(sinks=True, window=40, dtype=torch.bfloat16),
     "bfloat16": Shape(dtype=torch.bfloat16),
     "an FP8 cache": Shape(cache_dtype="fp8"),
     "the KV of another layer": Shape(shared=True),
@@ -150,7 +152,6 @@ def test_only_an_engine_that_selects_custom_gets_our_backend() -> None:
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        (Shape(sinks=True), "attention sinks"),
         (Shape(alibi=True, soft_cap=3.0), "ALiBi together with a soft cap"),
         (Shape(dim=48), "head size 48: must be one of"),
         (Shape(cache_dtype="fp8_e5m2"), "cache dtype fp8_e5m2: must be that of the model"),

@@ -27,6 +27,7 @@ MIXING = {
     "plain": Shape(),
     "a sliding window": Shape(window=40),
     "groups of five": Shape(heads=10, kv_heads=2),
+    "sinks": Shape(sinks=True),
     "bfloat16": Shape(dtype=torch.bfloat16),
     "an FP8 cache": Shape(cache_dtype="fp8"),
 }

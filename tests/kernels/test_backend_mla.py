@@ -162,6 +162,9 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
         "PCP not supported": {"use_pcp": True},
         "query lens mismatch not supported": {"use_adaptive_verification": True},
         "cache dtype float16: must be that of the model": {"kv_cache_dtype": "float16"},
+        f"runs on 9.0 and 10.x. Unset PD_KERNELS_MLA to have vLLM's own {member}": {
+            "device_capability": DeviceCapability(8, 0)
+        },
     }
     for reason, changed in refused.items():
         found = backend.validate_configuration(**good | changed)

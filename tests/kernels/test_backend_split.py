@@ -168,6 +168,10 @@ def test_vllm_finds_nothing_wrong_with_a_layer_of_a_common_model() -> None:
         ({"use_mla": True}, "MLA not supported"),
         ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
         ({"use_dcp": True}, "DCP not supported"),
+        (
+            {"head_size": 512, "device_capability": DeviceCapability(8, 9)},
+            "head size 512 on compute capability 8.9",
+        ),
         ({"use_rswa": True}, "R-SWA not supported"),
         ({"use_batch_invariant": True}, "batch invariance not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
@@ -201,6 +205,7 @@ def test_flash_attentions_pages_are_read_in_either_layout(layout: Any) -> None:
     heads, kv_heads, dim, page = 6, 2, 64, 16
     impl = PagedFlashImpl.__new__(PagedFlashImpl)
     impl.num_heads, impl.head_size, impl.scale = heads, dim, dim**-0.5
+    impl.sinks = None
     impl.decodes_with(None, None, None, "auto")
     kv = torch.randn(4, kv_heads, page, 2 * dim)
     cache = kv
@@ -225,6 +230,7 @@ def test_flash_attentions_pages_are_read_in_either_layout(layout: Any) -> None:
 def test_queries_in_fp8_are_scaled_back() -> None:
     impl = PagedFlashImpl.__new__(PagedFlashImpl)
     impl.num_heads, impl.head_size, impl.scale = 2, 64, 1.0
+    impl.sinks = None
     impl.decodes_with(None, None, None, "fp8")
     layer = mock.Mock(_q_scale=torch.tensor(0.5), _k_scale_float=2.0, _v_scale_float=4.0)
     query = torch.ones(1, 2, 64).to(paged_backend.FP8)

@@ -43,9 +43,39 @@ def test_groups_of_any_size(heads: int, kv_heads: int) -> None:
     check(paged_batch([150], heads, kv_heads), workers=2)
 
 
-@pytest.mark.parametrize("dim", [80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [32, 80, 96, 120, 128, 192, 256, 512])
 def test_dims(dim: int) -> None:
     check(paged_batch([200, 1], dim=dim))
+
+
+@pytest.mark.parametrize("cache", [None, FP8])
+@pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (64, 80), (120, 512)])
+def test_values_may_have_another_dim_than_keys(
+    dim: int, value_dim: int, cache: torch.dtype | None
+) -> None:
+    check(paged_batch([200, 1, 40], dim=dim, value_dim=value_dim, cache=cache, queries=2))
+
+
+SINKS = torch.tensor([0.5, -torch.inf, torch.inf, 6.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "more", [{}, {"window": 90}, {"cache": FP8, "key_scale": 0.7, "value_scale": 1.9}]
+)
+def test_sinks(dtype: torch.dtype, more: dict[str, Any]) -> None:
+    """Also where a row is split, where nothing is visible, and where a sink is infinite."""
+    batch = paged_batch([400, 0, 3], queries=4, sinks=SINKS.to(dtype), **more)
+    found, lse = by_kernel(batch, 5)
+    wanted, sums = by_reference(batch)
+    assert error(found, wanted) <= BOUND
+    assert torch.allclose(lse, sums, atol=1e-5, rtol=1e-5)
+    assert not found[:, :, 2].any(), "a sink of inf leaves nothing to the tokens"
+    plain, tokens = by_reference(dataclasses.replace(batch, sinks=None))
+    assert torch.equal(wanted[:, :, 1], plain[:, :, 1]), "one of -inf takes nothing"
+    by_hand = plain[..., 3, :] * (tokens[..., 3] - sums[..., 3]).exp()[..., None]
+    assert torch.allclose(wanted[..., 3, :], by_hand.nan_to_num(), atol=1e-6)
+    assert error(plain[:, :, [0, 3]], wanted[:, :, [0, 3]]) > 10 * BOUND, "sinks make a difference"
 
 
 @pytest.mark.parametrize("page", [16, 48, 128, 256])
@@ -133,6 +163,30 @@ def nearer(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
 
 def even(b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
     return (kv_idx % 2 == 0) | (kv_idx == q_idx)
+
+
+def like_flex_attention(score, b, h, q_idx):  # type: ignore[no-untyped-def]
+    return score
+
+
+def with_a_global(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+    return score * BOUND
+
+
+def test_mods_that_no_kernel_takes_are_refused_where_they_are_made() -> None:
+    factor = 3.0
+
+    def with_a_closure(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+        return score * factor
+
+    for function, message in (
+        (lambda score, b, h, q_idx, kv_idx, args: score, "not a lambda"),
+        (like_flex_attention, r"with 4 parameters: a score mod has \(score, b, h"),
+        (with_a_global, "with_a_global uses BOUND from outside: pass values"),
+        (with_a_closure, "uses factor from outside"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Mod.of(function)
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.02])
@@ -289,6 +343,20 @@ def test_what_does_not_belong_together_is_refused() -> None:
             table,
             lengths,
         )
+    with pytest.raises(ValueError, match=r"k_scale is a tensor \[64\]: must be one number"):
+        paged_decode(query, keys, values, table, lengths, k_scale=torch.ones(64))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sinks \[3\]: must be dense, \[4\]"):
+        paged_decode(query, keys, values, table, lengths, sinks=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"sinks of torch\.int64"):
+        paged_decode(query, keys, values, table, lengths, sinks=torch.zeros(4, dtype=torch.int64))
+    for made, message in (
+        (plan_paged_decode(query, keys), "was never filled, and the call has 2"),
+        (plan_paged_decode(query, keys).fill(lengths[:1]), "was filled for 1 sequences"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paged_decode(query, keys, values, table, lengths, plan=made)
+    with pytest.raises(ValueError, match="score_mod: its function must have the parameters"):
+        paged_decode(query, keys, values, table, lengths, score_mod=Mod.of(even))
     with pytest.raises(ValueError, match="9 queries: must be 1 to 8"):
         paged_decode(query.expand(-1, 9, -1, -1), keys, values, table, lengths)
     with pytest.raises(ValueError, match=r"caches of torch.float16 .* torch.bfloat16 as q"):

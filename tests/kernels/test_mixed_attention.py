@@ -37,13 +37,17 @@ def step(
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     source = torch.Generator().manual_seed(7)
     query = torch.randn(starts[-1], *batch.query.shape[2:], generator=source).to(batch.query.dtype)
-    plan = MixedPlan.of(query, batch.keys, batch.table, batch.lengths, starts, len(decodes), window)
-    names = ("keys", "values", "scale", "key_scale", "value_scale")
+    tables = batch.table, batch.lengths, starts, len(decodes), window
+    plan = MixedPlan.of(query, batch.keys, *tables, v_cache=batch.values)
+    names = ("keys", "values", "scale", "key_scale", "value_scale", "sinks")
     return plan, {"query": query.unsqueeze(1), **{name: getattr(batch, name) for name in names}}
 
 
 def by_reference(call: PagedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.full(call.query.shape, 7.0), torch.full(call.query.shape[:3], 7.0)
+    out, lse = (
+        torch.full((*call.query.shape[:3], call.width), 7.0),
+        torch.full(call.query.shape[:3], 7.0),
+    )
     reference_paged_decode(call, out, lse)
     return out, lse
 
@@ -63,8 +67,15 @@ def check(plan: MixedPlan, layer: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "others",
-    [{}, {"window": 90}, {"cache": FP8}, {"heads": 8, "kv_heads": 1}, {"dim": 80, "page": 48}],
-    ids=["plain", "window", "fp8", "group of 8", "dim 80"],
+    [
+        {},
+        {"window": 90},
+        {"cache": FP8},
+        {"heads": 8, "kv_heads": 1},
+        {"dim": 80, "page": 48},
+        {"sinks": torch.tensor([0.5, -torch.inf, 6.0, 2.0]), "value_dim": 96},
+    ],
+    ids=["plain", "window", "fp8", "group of 8", "dim 80", "sinks, values of another dim"],
 )
 def test_both_kinds_equal_the_reference(others: dict[str, Any]) -> None:
     check(*step({300: 1, 40: 3}, {150: 70, 33: 33}, **others))

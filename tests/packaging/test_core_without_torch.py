@@ -23,7 +23,7 @@ ABSENT = (
 ROOMS = ("kv", "plan", "protocol", "control")
 POOL = tuple(
     f"pd_connector.pool.{name}"
-    for name in ("keys", "record", "chunk_layout", "copy_plan", "token_ranges", "load_breakeven")
+    for name in ("keys", "record", "chunk_layout", "copy_plan", "load_breakeven")
 )
 ROUTER = ("scheduler_plugins.router.prompt.body", "scheduler_plugins.router.policies.registry")
 

@@ -52,9 +52,13 @@ class Engine(Manager):
         rank: tuple[int, int] = (0, 1),
     ) -> None:
         self._config = CONFIG
+        pool, parts = pool if isinstance(pool, tuple) else (pool, ())
         self.pool = pool or full_attention(page_size, HEADS // rank[1])
+        states = getattr(self.pool, "mamba_pool", None)
         self.shard = own_shard(self.pool, *rank)
-        cache = describe_cache(self.pool, NAMED, self.shard, sliding_window=SLIDING_WINDOW)
+        cache = describe_cache(
+            self.pool, NAMED, self.shard, sliding_window=SLIDING_WINDOW, parts=parts
+        )
         self.agent = Agent(
             CONFIG,
             "p" if produces else "d",
@@ -76,7 +80,13 @@ class Engine(Manager):
             self.agent,
             Admission(produces=produces, vocabulary=259, most_logprobs=128, in_step=True),
             MetadataBuffers(4, 16, torch.float32, 0),
-            PoolPages(scheduler, page_size, limit=SLOTS // page_size + 1, windows=pool is not None),
+            PoolPages(
+                scheduler,
+                page_size,
+                limit=max(SLOTS, self.pool.size) // page_size + 1,
+                windows=hasattr(self.pool, "swa_kv_pool"),
+                slots=states.size + 1 if states is not None else 0,
+            ),
             Adapters(SimpleNamespace(lora_manager=None)),
             produces=produces,
             offers_early=True,

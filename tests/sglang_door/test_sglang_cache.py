@@ -212,10 +212,6 @@ def test_pools_that_cannot_be_moved_are_named() -> None:
     pool.kv_cache_layout = "hnd"
     with pytest.raises(UnsupportedGeometryError, match="layout hnd"):
         describe_cache(pool, NAMED, own_shard(pool, 0, 1))
-    sparse = latents(16)
-    sparse.use_dsa = True
-    with pytest.raises(UnsupportedGeometryError, match="MLATokenToKVPool"):
-        describe_cache(sparse, NAMED, own_shard(sparse, 0, 1))
     pool = full_attention(16)
     pool.dtype = torch.float8_e5m2
     with pytest.raises(UnsupportedGeometryError, match=r"float8_e5m2.*--kv-cache-dtype auto"):

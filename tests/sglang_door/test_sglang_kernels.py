@@ -216,7 +216,6 @@ def test_prompts_are_for_another_backend() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"v_head_dim": 8}, "keys of head size 16 with values of 8"),
         ({"is_cross_attention": True}, "only decoders"),
         ({"logit_cap": 3.0, "logit_capping_method": "clip"}, "soft cap by clip"),
     ],
@@ -285,12 +284,17 @@ def test_latents_that_are_divided_by_scales_are_named() -> None:
         MlaBackend(step.runner(latents(step), scaled))
 
 
-def test_attention_sinks_are_refused_when_they_come() -> None:
+def test_sinks_take_a_part_of_each_softmax() -> None:
     step, ours = Step(16), layer()
     backend = PagedBackend(step.runner(keys_and_values(step), ours))
     backend.init_forward_metadata(step.batch)
     query = torch.randn(len(LENGTHS), HEADS * DIM)
-    with pytest.raises(NotImplementedError, match="sinks"):
-        backend.forward_decode(
-            query, None, None, ours, step.batch, save_kv_cache=False, sinks=torch.ones(HEADS)
-        )
+    given = query, None, None, ours, step.batch, False
+    plain = backend.forward_decode(*given)
+    assert torch.equal(
+        backend.forward_decode(*given, sinks=torch.full((HEADS,), -torch.inf)), plain
+    )
+    least = backend.forward_decode(*given, sinks=torch.full((HEADS,), 30.0))
+    assert least.abs().max() < 1e-6 < plain.abs().max()
+    with pytest.raises(NotImplementedError, match="k_rope"):
+        backend.forward_decode(*given, k_rope=query)

@@ -15,10 +15,11 @@ from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
-from pd_connector.errors import ConfigError, PDConnectorError
+from pd_connector.errors import ConfigError, PDConnectorError, UnsupportedGeometryError
+from pd_connector.kv.geometry import Geometry, Group, Section, Shard, state_group
 from pd_connector.sglang import plugin
 from pd_connector.sglang.settings import load_config
-from pd_connector.sglang.support import _VARIABLES, _WANTED, check_supported
+from pd_connector.sglang.support import _VARIABLES, _WANTED, check_described, check_supported
 
 ARGS = SimpleNamespace(**_WANTED, disaggregation_mode="prefill", enable_pd_role_switch=False)
 ALONE = SimpleNamespace(
@@ -54,6 +55,8 @@ def test_an_engine_as_it_comes_is_fine() -> None:
     check_supported(PLAIN, changed(ARGS, enable_pdmux=None), ALONE)
     check_supported(PLAIN, SWITCHES, ALONE)
     check_supported(changed(PLAIN, state_types=[StateType.SWA]), ARGS, ALONE)
+    check_supported(changed(PLAIN, state_types=[StateType.MAMBA]), ARGS, ALONE)
+    check_supported(changed(PLAIN, state_types=[StateType.DSA]), ARGS, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -102,15 +105,40 @@ def test_an_engine_as_it_comes_is_fine() -> None:
         (PLAIN, DECODE, changed(ALONE, pp_size=2), "pp_size 2 of a decode engine"),
         (PLAIN, ARGS, changed(ALONE, dp_size=2), "--load-balance-method round_robin"),
         (PLAIN, ARGS, changed(ALONE, attn_dp_size=2), "--load-balance-method round_robin"),
-        (changed(PLAIN, state_types=[StateType.DSA]), ARGS, ALONE, "kind dsa"),
+        (changed(PLAIN, state_types=[StateType.DSA_TAIL]), ARGS, ALONE, "kind dsa_tail"),
         (changed(PLAIN, state_types=[StateType.QSA_COMPRESSED]), ARGS, ALONE, "qsa_compressed"),
-        (changed(PLAIN, state_types=[StateType.SWA, StateType.MAMBA]), ARGS, ALONE, "kind mamba"),
+        (
+            changed(PLAIN, state_types=[StateType.SWA, StateType.MAMBA]),
+            ARGS,
+            ALONE,
+            "kinds swa and mamba in one model",
+        ),
+        (
+            changed(PLAIN, state_types=[StateType.MAMBA]),
+            SWITCHES,
+            ALONE,
+            "--enable-pd-role-switch with recurrent states",
+        ),
         (changed(PLAIN, num_draft_entries=2), ARGS, ALONE, "draft model"),
     ],
 )
 def test_what_is_not_supported_is_named(kv_args: Any, args: Any, parallel: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check_supported(kv_args, args, parallel)
+
+
+def test_states_that_the_cache_has_no_views_of_are_refused() -> None:
+    """SGLang's own backends would move them, and a decode engine would go on from zeros."""
+    geometry = Geometry(
+        Shard(0, 1, 0, 1), (state_group((0,), (Section("ssm", 1, 1, 1, "float32"),)),)
+    )
+    recurrent = changed(PLAIN, state_types=[StateType.MAMBA])
+    check_described(recurrent, geometry)
+    dense = Group("attention", (0,), 1, 8, 8, 16, 0, "bfloat16", "", True)
+    bare = Geometry(geometry.shard, (dense,))
+    check_described(PLAIN, bare)
+    with pytest.raises(UnsupportedGeometryError, match="recurrent states beside a KV pool"):
+        check_described(recurrent, bare)
 
 
 @pytest.mark.parametrize("name", sorted(_WANTED))

@@ -51,6 +51,7 @@ class SteppedEngine:
         states: `mamba_cache_mode`, if a group has states.
         caching: whether it has a prefix cache.
         drafts: a method of speculative decoding, with a token more each step.
+        dcp: ranks of decode context parallelism; without a prefix cache.
         extra: the connector's config.
     """
 
@@ -68,6 +69,7 @@ class SteppedEngine:
         states: Any = "none",
         caching: bool = True,
         drafts: Any = None,
+        dcp: int = 1,
         **extra: Any,
     ) -> None:
         config = config_of(
@@ -79,6 +81,7 @@ class SteppedEngine:
             additional=additional,
         )
         config.cache_config.mamba_cache_mode = states
+        config.parallel_config.decode_context_parallel_size = dcp
         if drafts:
             config.speculative_config = SpeculativeConfig(method="ngram", num_speculative_tokens=1)
             config.speculative_config.method = drafts  # no draft model is read

@@ -27,7 +27,8 @@ from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer, Source
-from pd_connector.vllm.identity import adapter_files, adapter_watch
+from pd_connector.vllm.identity import adapter_watch
+from pd_connector.vllm.identity import adapters as adapters_module
 from pd_connector.vllm.identity.adapters import Adapters
 from pd_connector.vllm.identity.inputs import RequestIdentity, adapter_settings
 
@@ -137,9 +138,11 @@ def test_an_adapter_whose_files_have_changed_is_not_believed(
     before = known.name(request(folder))
     changed(folder, scale=2.0)
     read: list[Path] = []
-    fingerprint = adapter_files.adapter_fingerprint
+    fingerprint = adapters_module.adapter_fingerprint
     monkeypatch.setattr(
-        adapter_files, "adapter_fingerprint", lambda path: (read.append(path), fingerprint(path))[1]
+        adapters_module,
+        "adapter_fingerprint",
+        lambda path: (read.append(path), fingerprint(path))[1],
     )
     for _ in range(3):
         with pytest.raises(OSError, match=CHANGED):

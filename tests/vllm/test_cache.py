@@ -128,20 +128,31 @@ def one_layer(states: int) -> tuple[dict[str, torch.Tensor], object, object]:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context={}),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, rank=0, world_size=1
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            rank=0,
+            world_size=1,
         ),
     )
     return {"layers.0.attn": view}, kv.KVCacheConfig(12, [placed], groups), config
 
 
-def test_a_page_with_fewer_states_than_tokens_is_not_taken_for_a_part_of_a_page() -> None:
-    """DeepSeek V4 compresses several tokens into one state. Its page 1 would pass as pages 4 to 7."""
+def test_a_page_with_other_entries_than_its_spec_says_is_not_taken_for_a_part_of_a_page() -> None:
+    """DeepSeek V4 compresses several tokens into one entry, and says so. A page 1 of others would pass as pages 4 to 7."""
     caches, layout, config = one_layer(states=16)
-    with pytest.raises(UnsupportedGeometryError, match="16 states for the 64 tokens of a page"):
-        cache.describe_cache(caches, layout, config, {"layers.0.attn": 0})
+    (group,) = cache.describe_cache(caches, layout, config, {"layers.0.attn": 0}).geometry.groups
+    assert (group.page_size, group.state_tokens, group.page_entries) == (64, 4, 16)
     by_kernel_pages = {name: view.view(24, 1, 8, -1) for name, view in caches.items()}
-    with pytest.raises(UnsupportedGeometryError, match="16 states for the 64 tokens of a page"):
-        cache.describe_cache(by_kernel_pages, layout, config, {"layers.0.attn": 0})
+    found = cache.describe_cache(by_kernel_pages, layout, config, {"layers.0.attn": 0})
+    assert found.geometry.groups[0].page_entries == 16
+    other = one_layer(states=64)[1]
+    for views in (caches, by_kernel_pages):
+        with pytest.raises(
+            UnsupportedGeometryError, match="16 entries for the 64 tokens of a page"
+        ):
+            cache.describe_cache(views, other, config, {"layers.0.attn": 0})
     caches, layout, config = one_layer(states=64)
     assert cache.describe_cache(caches, layout, config, {"layers.0.attn": 0}).pages == 12
 
@@ -187,7 +198,11 @@ def test_pages_that_a_backend_packs_its_own_way_are_not_taken_apart() -> None:
             compilation_config=SimpleNamespace(
                 static_forward_context={"layers.0.attn": SimpleNamespace(attn_backend=backend)}
             ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=1,
+                decode_context_parallel_size=1,
+                prefill_context_parallel_size=1,
+            ),
         )
         found.append(cache._describe(layer, config))
     (known, _), (opaque, pages) = found

@@ -49,7 +49,7 @@ def test_a_config_that_is_exchanged_after_vllm_has_read_it_is_told_as_it_was(lin
 def test_without_the_watch_the_other_config_would_be_told(link: Path) -> None:
     model = ModelConfig(str(link))
     switch(link)
-    delattr(model, config_files._TOLD)
+    delattr(model, config_files._FOLDERS)
     assert checkpoint.read_config(model) == on_disk(link.parent / "other")
 
 
@@ -62,7 +62,7 @@ def test_code_that_is_exchanged_after_vllm_has_read_the_config_is_told_as_it_was
     before = checkpoint.remote_code(model, served)
     switch(link)
     assert checkpoint.remote_code(model, served) == before
-    delattr(model, config_files._TOLD)
+    delattr(model, config_files._FOLDERS)
     assert checkpoint.remote_code(model, served) != before
 
 

@@ -15,7 +15,6 @@ from pd_connector.vllm.support import check_prefixes, check_supported, load_conf
     ("part", "settings", "named"),
     [
         ("cache_config", {"calculate_kv_scales": True}, "calculate_kv_scales"),
-        ("parallel_config", {"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
         ("model_config", {"enable_return_routed_experts": True}, "enable_return_routed_experts"),
         (
             "aux_output_config",
@@ -27,9 +26,7 @@ from pd_connector.vllm.support import check_prefixes, check_supported, load_conf
 def test_what_cannot_be_kept_is_refused_at_start(
     part: str, settings: dict[str, int], named: str
 ) -> None:
-    parts = {
-        name: SimpleNamespace() for name in ("cache_config", "parallel_config", "model_config")
-    }
+    parts = {name: SimpleNamespace() for name in ("cache_config", "model_config")}
     check_supported(SimpleNamespace(**parts))
     with pytest.raises(ConfigError, match=named):
         check_supported(SimpleNamespace(**parts | {part: SimpleNamespace(**settings)}))
@@ -40,14 +37,22 @@ def test_a_pool_is_refused_where_kv_of_a_beginning_depends_on_what_follows() -> 
     mixed = SimpleNamespace(kv_cache_specs={"a": causal, "b": other})
 
     def check(
-        *specs: SimpleNamespace, pool: bool = True, supported: bool = True, pooler: object = None
+        *specs: SimpleNamespace,
+        pool: bool = True,
+        supported: bool = True,
+        pooler: object = None,
+        dcp: int = 1,
     ) -> None:
+        parallel = SimpleNamespace(
+            decode_context_parallel_size=dcp, prefill_context_parallel_size=1
+        )
         model = SimpleNamespace(
             is_prefix_caching_supported=supported, pooler_config=pooler, attn_type="encoder_decoder"
         )
         groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
         cache = SimpleNamespace(kv_cache_groups=groups)
-        check_prefixes(Config(pool=pool), SimpleNamespace(model_config=model), cache)
+        config = SimpleNamespace(model_config=model, parallel_config=parallel)
+        check_prefixes(Config(pool=pool), config, cache)
 
     check(causal, SimpleNamespace())
     for specs in ((causal, other), (mixed,)):
@@ -59,6 +64,9 @@ def test_a_pool_is_refused_where_kv_of_a_beginning_depends_on_what_follows() -> 
     with pytest.raises(ConfigError, match=r"attention: encoder_decoder") as told:
         check(causal, supported=False)
     assert "pooling" not in str(told.value)
+    check(causal, pool=False, dcp=2)
+    with pytest.raises(ConfigError, match="pool: ranks of context parallelism"):
+        check(causal, dcp=2)
 
 
 def test_an_engine_with_a_pool_does_not_start_where_pooling_needs_every_token() -> None:

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
 from pd_connector.pool.settings import SHM_VARIABLE, load, memory_folder
-from pd_connector.vllm import early_check, early_place
+from pd_connector.vllm import early_check
 
 NOWHERE = "/no/such/model"
 """vLLM would fail on it next: whatever is told before was told before anything was read."""
@@ -148,9 +148,9 @@ def test_the_check_is_put_in_place_once() -> None:
 @pytest.fixture
 def first(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process before this one has checked where the engine listens."""
-    monkeypatch.setenv(early_place._CHECKED, "")  # so that it is unset again at the end
-    monkeypatch.delenv(early_place._CHECKED)
-    monkeypatch.setattr(early_place, "_PATIENCE_S", 0.2)
+    monkeypatch.setenv(early_check._CHECKED, "")  # so that it is unset again at the end
+    monkeypatch.delenv(early_check._CHECKED)
+    monkeypatch.setattr(early_check, "_PATIENCE_S", 0.2)
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_host_that_is_not_this_machine_is_told_before_the_model_is_read(host: 
 def test_a_port_that_comes_free_is_waited_for(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     """An engine that is started again may meet the one before it."""
     freed: list[float] = []
-    monkeypatch.setattr(early_place, "_free", lambda *_: freed.append(0.0) or len(freed) > 1)
+    monkeypatch.setattr(early_check, "_free", lambda *_: freed.append(0.0) or len(freed) > 1)
     with pytest.raises(Exception, match=NOWHERE):
         place(control_port=taken)
 

@@ -76,7 +76,12 @@ def rank_of(
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context=attentions),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=ranks, pipeline_parallel_size=1, rank=rank, world_size=ranks
+            tensor_parallel_size=ranks,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            rank=rank,
+            world_size=ranks,
         ),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: MODEL_SAYS),
     )

@@ -27,7 +27,7 @@ ISAS = ["vec", pytest.param("amx", marks=needs_amx)]
 def known(isa: str | None, page_size: int, dim: int, dtype: torch.dtype) -> bool:
     packing._as_expected.cache_clear()
     spec = SimpleNamespace(head_size=dim, head_size_v=dim, dtype=dtype)
-    return CpuPacking(f"CPU_ATTN-{isa}", isa).known(spec, page_size)
+    return CpuPacking(f"CPU_ATTN-{isa}", isa).covers(spec, page_size)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -109,7 +109,7 @@ def test_a_chunk_that_comes_while_later_ones_are_looked_for_is_told_before_them(
     events(engine, CHUNKS)
     told = engine.side.pool.events
     told.close()
-    keys, find, late = list(told._told), engine.store.find, [True]
+    keys, find, late = list(told._advertised), engine.store.find, [True]
 
     def finds(asked: Sequence[bytes]) -> Any:
         if list(asked) == keys[:1] and late:
@@ -119,7 +119,7 @@ def test_a_chunk_that_comes_while_later_ones_are_looked_for_is_told_before_them(
 
     monkeypatch.setattr(engine.store, "find", finds)
     for key in keys:
-        told._asked.put(key)
+        told._queries.put(key)
     told._look()
     assert [told._places.get() for _ in keys] == [(key, MEMORY) for key in keys]
 
@@ -146,7 +146,7 @@ def test_a_chunk_that_moves_to_the_disk_is_told_as_gone_and_as_stored(make: Make
     run(engine, "a")
     (first, *_) = events(engine, CHUNKS)
     told = engine.side.pool.events
-    key = next(iter(told._told))
+    key = next(iter(told._advertised))
     told._places.put((key, DISK))
     gone, stored = told.take()
     assert (gone.medium, stored.medium) == ("CPU", "STORAGE")
@@ -192,7 +192,7 @@ def test_our_router_takes_no_block_of_a_pool_for_one_of_the_engines_cache(make: 
 
     def told(prefixes: Prefixes, *some: Any) -> None:
         raw = msgspec.msgpack.encode(KVEventBatch(0.0, list(some)))
-        prefixes.told("a", decode(raw))
+        prefixes.apply_events("a", decode(raw))
 
     prefixes = Prefixes()
     told(prefixes, *found)

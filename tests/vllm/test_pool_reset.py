@@ -78,7 +78,7 @@ def test_a_request_that_had_found_chunks_looks_again(make: Make) -> None:
     engine.add("b", CHUNKS * CHUNK_TOKENS + 30, max_tokens=4)
     prompt = engine.side.pool._prompts["b"]
     assert isinstance(prompt.look, Future)
-    assert len(prompt.look.result().found) == CHUNKS
+    assert len(prompt.look.result().hits) == CHUNKS
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     until_over([engine], lambda: "b" in engine.ended)
     assert [one for one in engine.commands if getattr(one, "stop_token", 0)] == []
@@ -106,5 +106,5 @@ def test_chunks_that_were_being_saved_are_from_before(make: Make) -> None:
     reset(engine)
     looks = engine.side.pool._looks
     looks._thread.submit(lambda: None).result()
-    assert b"a key" in looks._reset
+    assert b"a key" in looks._before_reset
     saves._saved.clear()

@@ -89,6 +89,20 @@ def test_a_prompt_is_computed_and_offered_without_its_last_token(mode: str, toke
     engine.assert_nothing_held()
 
 
+@pytest.mark.parametrize("mode", ["align", "none"])
+def test_a_decode_engine_that_goes_on_from_the_first_token_gets_the_whole_prompt(mode: str) -> None:
+    """SGLang's: the state stands after all tokens, and the token that follows is the answer's first."""
+    engine = engine_of(mode)
+    request = engine.add("a", 2 * PAGE + 1, 8, **OFFER, from_first_token=True)
+    final = offers(engine)[-1]
+    assert request.num_prompt_tokens == final.tokens == final.state_token == 2 * PAGE + 1
+    assert request.num_output_tokens == 1, "a state that goes on stands for other tokens"
+    assert final.final_token is not None
+    assert final.final_token.first_token == request.output_token_ids[0]
+    place = 2 if mode == "align" else 0
+    assert final.pages[1][0] == engine.pages("a")[1][place]
+
+
 def test_scratch_pages_of_speculation_are_no_states() -> None:
     engine = engine_of(scratch=2)
     engine.add("a", 40, 8, **OFFER)
@@ -113,7 +127,7 @@ def test_logprobs_of_a_prompt_without_its_last_token_are_not_asked_for() -> None
     engine.side.on_new_request(whole)
     assert whole.num_prompt_tokens == 40
     assert request.num_prompt_tokens == 39
-    assert not engine.side.offers._known.keys() - {"a"}
+    assert not engine.side.offers._transfers.keys() - {"a"}
 
 
 def test_other_models_keep_their_prompts() -> None:

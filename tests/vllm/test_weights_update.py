@@ -167,7 +167,7 @@ def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
     )
     side.bind(manager)
     old = SimpleNamespace(request_id="old", num_prompt_tokens=32, mm_features=(), lora_request=None)
-    side.offers.add(old, "t", b"identity")
+    side.offers.add(old, "t", b"identity", chooses_first=True)
     side.workers_reported(WorkerActivity(weight_changes={0: 1}))
     assert evicted == [{0, 1, 2, 3}]
     told = step(5, side)

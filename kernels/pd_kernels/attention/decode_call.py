@@ -72,6 +72,9 @@ class DecodeCall:
     """Where each sequence's queries begin, if sequences have different numbers of queries; see
     `PagedCall`."""
 
+    sinks: torch.Tensor | None = None
+    """A score of each query head that has no value, `[query heads]`; see `paged_decode`."""
+
     costs: ClassVar[TileCosts]
     max_queries: ClassVar[int]
     caches: ClassVar[tuple[str, ...]]
@@ -182,8 +185,10 @@ class DecodeCall:
     def shape(self, with_lse: bool) -> tuple[int, ...]:
         """SHAPE of `split_merge.py`."""
         heads, jagged = self.kv_heads * self.blocks, self.starts is not None
+        sinks = self.sinks is not None
         lines = (self.lines, self.height, self.group, self.width)
-        return (heads, self.paired, *lines, with_lse, jagged)
+        padded = triton.next_power_of_2(self.width)
+        return (heads, self.paired, *lines, with_lse, jagged, sinks, padded)
 
     def constants(self, with_lse: bool) -> dict[str, Any]:
         """Compile-time arguments and launch options of both kernels, by the names of their

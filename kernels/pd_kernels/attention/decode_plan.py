@@ -46,6 +46,7 @@ class DecodePlan:
             partials.
         mask: the tiles that a mask mod keeps; None if all are read.
         launches: `DirectLaunch`es of calls with this plan, by their keys.
+        filled: `[sequences]` of the last fill; `[0]` before the first.
     """
 
     rows: RowShape
@@ -57,6 +58,7 @@ class DecodePlan:
     weights: torch.Tensor
     mask: TileMask | None = None
     launches: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    filled: list[int] = field(default_factory=lambda: [0], repr=False)
 
     @classmethod
     def of(
@@ -145,6 +147,7 @@ class DecodePlan:
         """
         if not 0 < lengths.numel() <= self.room:
             raise ValueError(f"{lengths.numel()} lengths: the plan has room for 1 to {self.room}")
+        self.filled[0] = lengths.numel()
         if lengths.is_cuda:
             with torch.cuda.device(lengths.device):
                 launch_plan(self, self.mask.fill(lengths) if self.mask else lengths)
@@ -153,6 +156,17 @@ class DecodePlan:
                 self.mask.fill(lengths)
             self.ranges.copy_(self.defined(lengths))
         return self
+
+
+def check_filled(plan: DecodePlan | None, lengths: torch.Tensor) -> None:
+    """Raise ValueError if a plan was not filled for this many sequences: the kernel would leave results
+    unwritten, or write behind them."""
+    if plan is None or torch.compiler.is_compiling() or plan.filled[0] == lengths.numel():
+        return
+    found = f"was filled for {plan.filled[0]} sequences" if plan.filled[0] else "was never filled"
+    raise ValueError(
+        f"the plan {found}, and the call has {lengths.numel()}: call plan.fill(lengths) once a step"
+    )
 
 
 @functools.cache

@@ -25,6 +25,11 @@ known_constants: dict[tuple[Any, ...], dict[str, Any]] = {}
 """Compile-time arguments of calls that were launched, by `DecodeCall.key`."""
 
 
+def sinks_of(batch: DecodeCall) -> torch.Tensor:
+    """The sinks of a call; any tensor if there are none, which the kernel does not read."""
+    return batch.lengths if batch.sinks is None else batch.sinks
+
+
 def launch(
     kernel: Any,
     batch: DecodeCall,
@@ -65,7 +70,7 @@ def launch(
         "query": batch.query,
         "table": batch.table,
         "lengths": batch.lengths,
-        "target": (out, out if lse is None else lse, starts),
+        "target": (out, out if lse is None else lse, starts, sinks_of(batch)),
         "ranges": ranges,
         "scratch": (counters, partials, weights),
         "workers": len(ranges),

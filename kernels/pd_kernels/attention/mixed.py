@@ -11,7 +11,7 @@ from pd_kernels.attention.decode_call import MAX_HEIGHT
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
 from pd_kernels.attention.mixed_kernel import launch_mixed, make_tickets
 from pd_kernels.attention.operators import DecodeOutputs, check_call
-from pd_kernels.attention.paged_call import PagedCall
+from pd_kernels.attention.paged_call import PagedCall, check_factors
 from pd_kernels.attention.reference import reference_paged_decode
 
 
@@ -66,6 +66,7 @@ class MixedPlan:
         starts: list[int],
         decodes: int,
         window: int = 0,
+        v_cache: torch.Tensor | None = None,
     ) -> "MixedPlan":
         """Plan a step. Nothing is read from the device, so the host does not wait.
 
@@ -77,6 +78,7 @@ class MixedPlan:
             decodes: the number of decodes, which are the first sequences, with up to 8 queries
                 each. At least one sequence, and not all.
             window: as in `paged_decode`.
+            v_cache: as in `plan_paged_decode`.
 
         Raises:
             ValueError: there are no decodes or no prefills.
@@ -101,7 +103,7 @@ class MixedPlan:
         decode = PagedCall(
             query=q.unsqueeze(1),
             keys=k_cache,
-            values=k_cache,
+            values=k_cache if v_cache is None else v_cache,
             table=block_table[:decodes],
             lengths=lengths[:decodes],
             scale=1.0,
@@ -174,16 +176,17 @@ def mixed_attention(
     scale: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with the queries of prefill chunks and of decodes to their paged KV, in one launch.
 
     Args:
         q: bfloat16 or float16 `[tokens, heads, dim]`, as the plan was made for.
-        k_cache, v_cache, scale, k_scale, v_scale: as in `paged_decode`. Queries are the last tokens
+        k_cache, v_cache, scale, k_scale, v_scale, sinks: as in `paged_decode`. Queries are the last tokens
             of their sequence, whose KV is in the cache, and see no later tokens.
         plan: the step's plan, which all layers share.
-        out: dense, shaped like q; written and returned.
+        out: dense, shaped like q with V's dim; written and returned.
 
     Returns:
         `out`.
@@ -207,7 +210,8 @@ def mixed_attention(
     """
     if len(q) < plan.tokens:
         raise ValueError(f"q of {len(q)} tokens: the plan was made for {plan.tokens}")
-    out = DecodeOutputs.of(q, q.shape[-1], out, return_lse=False, return_partials=False).out
+    check_factors(k_scale, v_scale)
+    out = DecodeOutputs.of(q, v_cache.shape[-1], out, return_lse=False, return_partials=False).out
     layer = {
         "query": q.unsqueeze(1),
         "keys": k_cache,
@@ -215,6 +219,7 @@ def mixed_attention(
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "key_scale": k_scale,
         "value_scale": v_scale,
+        "sinks": sinks,
     }
     prefill, decode = plan.calls(**layer)
     for call, own in zip((prefill, decode), plan.plans, strict=True):

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import smid
 
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
+from pd_kernels.attention.launch import sinks_of
 from pd_kernels.attention.online_softmax import LOG2E
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import attend_range, loop_of
@@ -64,8 +65,8 @@ def leave(tickets, programs, processors):
 def _work(
     number, query, keys, values, batch, target, ranges, scratch, workers, query_stride,
     table_stride, scale, value_scale, max_polls, SHAPE: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, KEY_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     ATTEND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Do what a program of one kind does: `paged_attention` without mods."""
@@ -73,7 +74,7 @@ def _work(
     worker, block, work_range, own = own_place(scratch, ranges, workers, number, SHAPE)
     attend_range(
         query, keys, values, table, lengths, target, own, (lengths, lengths), (), (), work_range,
-        worker, block, query_stride, table_stride, 0, scale, value_scale, SHAPE, BLOCK, PAGE, TILE,
+        worker, block, query_stride, table_stride, 0, scale, value_scale, SHAPE, BLOCK, KEY_DIM, PAGE, TILE,
         WINDOW, CAUSAL, QUERY, KEY, VALUE, None, None, False, ATTEND, STAGES,
     )  # fmt: skip
     merge_split_rows(own, target, work_range, worker, block, max_polls, SHAPE, PARTS)
@@ -94,8 +95,8 @@ def mixed_programs(
     PREFILL_SHAPE: tl.constexpr, PREFILL_PARTS: tl.constexpr, PREFILL_TILE: tl.constexpr,
     PREFILL_ATTEND: tl.constexpr, PREFILL_STAGES: tl.constexpr, DECODE_SHAPE: tl.constexpr,
     DECODE_PARTS: tl.constexpr, DECODE_TILE: tl.constexpr, DECODE_ATTEND: tl.constexpr,
-    DECODE_STAGES: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SM_AWARE: tl.constexpr,
+    DECODE_STAGES: tl.constexpr, BLOCK: tl.constexpr, KEY_DIM: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SM_AWARE: tl.constexpr,
 ):  # fmt: skip
     """Each program is a prefill or a decode program, see `claim`. `prefill` and `decode` are their
     block tables and lengths; the other arguments are as in `paged_attention`."""
@@ -104,14 +105,14 @@ def mixed_programs(
         _work(
             number, query, keys, values, prefill, prefill_target, prefill_ranges, prefill_scratch,
             prefill_workers, query_stride, prefill_table_stride, scale, value_scale, max_polls,
-            PREFILL_SHAPE, PREFILL_PARTS, BLOCK, PAGE, PREFILL_TILE, WINDOW, True, QUERY, KEY,
+            PREFILL_SHAPE, PREFILL_PARTS, BLOCK, KEY_DIM, PAGE, PREFILL_TILE, WINDOW, True, QUERY, KEY,
             VALUE, PREFILL_ATTEND, PREFILL_STAGES,
         )  # fmt: skip
     else:
         _work(
             number, query, keys, values, decode, decode_target, decode_ranges, decode_scratch,
             decode_workers, query_stride, decode_table_stride, scale, value_scale, max_polls,
-            DECODE_SHAPE, DECODE_PARTS, BLOCK, PAGE, DECODE_TILE, WINDOW, True, QUERY, KEY, VALUE,
+            DECODE_SHAPE, DECODE_PARTS, BLOCK, KEY_DIM, PAGE, DECODE_TILE, WINDOW, True, QUERY, KEY, VALUE,
             DECODE_ATTEND, DECODE_STAGES,
         )  # fmt: skip
     leave(tickets, prefill_programs + decode_programs, processors)
@@ -143,7 +144,7 @@ def launch_mixed(
         programs += count
         own |= {
             name: (call.table, call.lengths),
-            f"{name}_target": (out, out if lse is None else lse, call.starts),
+            f"{name}_target": (out, out if lse is None else lse, call.starts, sinks_of(call)),
             f"{name}_ranges": plan.ranges,
             f"{name}_scratch": (plan.counters, plan.partials, plan.weights),
             f"{name}_programs": count,
@@ -166,7 +167,8 @@ def launch_mixed(
         scale=prefill.scale * prefill.key_scale * LOG2E,
         value_scale=prefill.value_scale,
         max_polls=MAX_POLLS,
-        BLOCK=triton.next_power_of_2(prefill.width),
+        BLOCK=triton.next_power_of_2(prefill.key_width),
+        KEY_DIM=prefill.key_width,
         PAGE=prefill.keys.shape[1],
         WINDOW=prefill.window,
         QUERY=prefill.query_strides[1:],

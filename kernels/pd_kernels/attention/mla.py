@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pd_kernels.attention.decode_plan import DecodePlan
+from pd_kernels.attention.decode_plan import DecodePlan, check_filled
 from pd_kernels.attention.direct import DirectLaunch, allocated, direct_key, keep, known_launch
 from pd_kernels.attention.launch import ONE_LAUNCH, Phases
 from pd_kernels.attention.mla_call import LATENT, MlaCall
@@ -68,11 +68,17 @@ def mla_decode(
         >>> mla_decode(q, cache, table, torch.tensor([100]), scale=192**-0.5).shape
         torch.Size([1, 16, 512])
     """
+    if q.is_nested:
+        raise ValueError(
+            "nested q: must be dense, [batch, queries, heads, 576]. Sequences with other numbers of "
+            "queries need a call of their own"
+        )
+    check_filled(plan, lengths)
     tensors, outputs = (q, cache, block_table, lengths), (return_lse, return_partials)
     key = direct_key(plan, tensors, out, causal, *outputs)
     if launch := known_launch(plan, key):
         out, lse = allocated(q, LATENT, out, *outputs)
-        target = (out, out if lse is None else lse, lengths)
+        target = (out, out if lse is None else lse, lengths, lengths)
         launch(q, block_table, lengths, target, cache, score_factor(scale))
         return out if lse is None else (out, lse)
     results = DecodeOutputs.of(q, LATENT, out, return_lse, return_partials)

@@ -28,6 +28,9 @@ GROUPS = 4
 CODED_BYTES = LATENT + 4 * GROUPS + 2 * ROPE
 """Bytes of a token in FlashMLA's FP8 layout: codes, float32 scales, bfloat16 part with RoPE."""
 
+PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of a cache without codes. float32 is for the reference alone."""
+
 MAX_QUERIES = 4
 
 GLUON_TILE = 64
@@ -146,6 +149,11 @@ class MlaCall(DecodeCall):
         width = CODED_BYTES if self.coded else dim
         if self.cache.dim() != 3 or self.cache.shape[2] != width:
             raise ValueError(f"cache {list(self.cache.shape)}: must be [pages, page, {width}]")
+        if not self.coded and self.cache.dtype not in PLAIN:
+            raise ValueError(
+                f"cache of {self.cache.dtype}: must be {self.query.dtype} as q, or torch.uint8 in "
+                f"FlashMLA's FP8 layout, [pages, page, {CODED_BYTES}]"
+            )
         expected = torch.bfloat16 if self.coded else self.cache.dtype
         if self.query.dtype != expected:
             raise ValueError(f"q of {self.query.dtype}: must be {expected}, for this cache")

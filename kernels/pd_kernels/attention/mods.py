@@ -16,7 +16,9 @@ read.
 """
 
 import functools
+import inspect
 import itertools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +61,8 @@ class Mod:
         args: tuple[torch.Tensor | float, ...] = (),
         reference: Callable[..., torch.Tensor] | None = None,
     ) -> "Mod":
-        """Make a mod of a plain function. Triton must find its source: no lambda.
+        """Make a mod of a plain function of a module. What it needs beside its arguments comes by
+        `args`: no lambda, no variable of an outer function, no global value.
 
         Make a mod once, not per step: the process keeps it for ever, and compiles a separate kernel
         for each function.
@@ -69,6 +72,9 @@ class Mod:
             args: passed to it as `args`; tensors may change in place between calls.
             reference: the same function for torch, if `function` calls `triton.language`.
 
+        Raises:
+            ValueError: the function is none that a kernel can take; the message says why.
+
         Example:
             >>> from pd_kernels.attention import Mod
             >>> def nearer(score, b, h, q_idx, kv_idx, args):
@@ -77,7 +83,46 @@ class Mod:
             >>> mod.reference(1.0, 0, 0, 10, 4, mod.args)
             -2.0
         """
+        _check(function)
         return cls(_compiled(function), reference or function, args)
+
+
+SCORE = ("score", "b", "h", "q_idx", "kv_idx", "args")
+MASK = SCORE[1:]
+
+
+def _check(function: Callable[..., Any]) -> None:
+    """Raise ValueError for a function that Triton would refuse with a message about our kernel."""
+    name = getattr(function, "__qualname__", repr(function))
+    if not inspect.isfunction(function) or function.__name__ == "<lambda>":
+        raise ValueError(f"mod {name}: must be a function with a `def` in a file, and not a lambda")
+    count = len(inspect.signature(function).parameters)
+    if count not in (len(SCORE), len(MASK)):
+        raise ValueError(
+            f"mod {name} with {count} parameters: a score mod has ({', '.join(SCORE)}), a mask mod "
+            f"({', '.join(MASK)}). FlexAttention's have no `args`: add it"
+        )
+    outer = inspect.getclosurevars(function)
+    values = {**outer.nonlocals, **outer.globals}
+    free = [each for each, value in values.items() if not _constant(value)]
+    if free:
+        raise ValueError(
+            f"mod {name} uses {', '.join(free)} from outside: pass values and tensors by "
+            "Mod.of(..., args=(...))"
+        )
+
+
+def _constant(value: object) -> bool:
+    """Whether a compiled function may name a value of its module."""
+    known = (types.ModuleType, tl.constexpr, triton.runtime.jit.KernelInterface)
+    return isinstance(value, known)
+
+
+def check_mods(score: "Mod | None", mask: "Mod | None") -> None:
+    """Raise ValueError if a mask mod is passed as a score mod, or the other way round."""
+    for kind, mod, wanted in (("score_mod", score, SCORE), ("mask_mod", mask, MASK)):
+        if mod is not None and len(inspect.signature(mod.reference).parameters) != len(wanted):
+            raise ValueError(f"{kind}: its function must have the parameters ({', '.join(wanted)})")
 
 
 @functools.cache

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from pd_kernels.attention.decode_plan import DecodePlan
+from pd_kernels.attention.decode_plan import DecodePlan, check_filled
 from pd_kernels.attention.direct import DirectLaunch, allocated, direct_key, keep, known_launch
-from pd_kernels.attention.mods import REGISTRY, Mod
+from pd_kernels.attention.mods import REGISTRY, Mod, check_mods
 from pd_kernels.attention.operators import DecodeOutputs, Queries, attend, operator, planned
-from pd_kernels.attention.paged_call import PagedCall
+from pd_kernels.attention.paged_call import PagedCall, check_factors
 from pd_kernels.attention.paged_kernel import launch_paged, score_factor
 from pd_kernels.attention.reference import reference_paged_decode
 from pd_kernels.attention.work_partition import NO_MOD
@@ -29,6 +29,7 @@ def paged_decode(
     mask_mod: Mod | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     return_partials: bool = False,
@@ -47,7 +48,8 @@ def paged_decode(
             torch.jagged, `[batch, *, heads, dim]`; no sequence may have more than the plan was
             made for (or, without a plan, than the nested tensor's `max_seqlen`).
         k_cache, v_cache: `[pages, page, kv heads, dim]` of q's dtype or float8_e4m3fn; any page
-            size and any strides, except that the elements of a head must be consecutive.
+            size and any strides, except that the elements of a head must be consecutive. V may
+            have another dim than K, also one of `paged_call.DIMS`.
         block_table: int32 `[batch, pages of a sequence]`. The device does not check the ids.
             Entries behind the sequence's last page are not read.
         lengths: tokens of KV of each sequence, the queries' tokens included: int32 or int64
@@ -62,7 +64,10 @@ def paged_decode(
             query sees a token of a tile, the tile is skipped, unless the plan was made without the
             mask mod.
         k_scale, v_scale: scales of an FP8 cache, by which stored values are multiplied.
-        out: dense, shaped like q (nested, or its values, if q is nested); written and returned.
+        sinks: a score of each query head, bfloat16, float16 or float32 `[heads]`, not scaled. It
+            takes part in the softmax and has no value (gpt-oss). lse then includes it: of partials
+            that are merged, one has the sinks.
+        out: dense, shaped like q with V's dim (nested, or its values, if q is nested); written and returned.
         return_lse: also return the natural log-sum-exp of each line's scores, float32 `[batch,
             (queries,) heads]`.
         return_partials: return `out` in float32 and lse, as `merge_partials` takes them.
@@ -94,20 +99,29 @@ def paged_decode(
         >>> torch.allclose(out[1, 0].float(), scores.softmax(0) @ v_cache[1, :5, 0].float(), atol=0.02)
         True
     """
+    check_filled(plan, lengths)
+    check_factors(k_scale, v_scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dim = v_cache.shape[-1]
     numbers = [NO_MOD if mod is None else mod.number for mod in (score_mod, mask_mod)]
-    tensors, outputs = (q, k_cache, v_cache, block_table, lengths), (return_lse, return_partials)
+    tensors, outputs = [q, k_cache, v_cache, block_table, lengths], (return_lse, return_partials)
+    if sinks is not None:
+        tensors.append(sinks)
     key = direct_key(plan, tensors, out, causal, window, *numbers, *outputs)
     if launch := known_launch(plan, key):
-        out, lse = allocated(q, q.shape[-1], out, *outputs)
+        out, lse = allocated(q, dim, out, *outputs)
+        first, last = out if lse is None else lse, lengths if sinks is None else sinks
+        target = (out, first, lengths, last)
         launch(
-            *(q, block_table, lengths, (out, out if lse is None else lse, lengths)),
+            *(q, block_table, lengths, target),
             *(k_cache, v_cache, (lengths, lengths)),
             *(score_factor(scale, k_scale, score_mod), float(v_scale)),
         )
         return out if lse is None else (out, lse)
+    if score_mod is not None or mask_mod is not None:
+        check_mods(score_mod, mask_mod)
     queries = Queries.of(q, plan)
-    results = DecodeOutputs.of(q, q.shape[-1], out, return_lse, return_partials)
+    results = DecodeOutputs.of(q, dim, out, return_lse, return_partials)
     by_query_out, by_query_lse = results.by_query
     scratch, rows = planned(plan)
     run = _operator if torch.compiler.is_compiling() else _run
@@ -130,6 +144,7 @@ def paged_decode(
         window=window,
         score_mod=numbers[0],
         mask_mod=numbers[1],
+        sinks=sinks,
     )
     keep(plan, key, made)
     return results.returned
@@ -138,6 +153,7 @@ def paged_decode(
 def plan_paged_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None = None,
     *,
     window: int = 0,
     max_batch: int | None = None,
@@ -150,7 +166,8 @@ def plan_paged_decode(
     they have the same heads, dims, cache dtype, window and mask mod.
 
     Args:
-        q, k_cache: as `paged_decode` takes them; only shapes, dtypes and the device matter.
+        q, k_cache, v_cache: as `paged_decode` takes them; only shapes, dtypes and the device
+            matter. V may be left out if its dim is K's.
         window: as in `paged_decode`.
         max_batch: the most sequences of a batch; by default that of `q`.
         mask_mod: `plan.fill` finds the tiles that the mod keeps, and calls with this mod read only
@@ -179,7 +196,7 @@ def plan_paged_decode(
         starts=starts,
         most_queries=most,
         keys=k_cache,
-        values=k_cache,
+        values=k_cache if v_cache is None else v_cache,
         table=query,
         lengths=query if starts is None else starts[1:],
         scale=1.0,
@@ -212,6 +229,7 @@ def _run(
     window: int,
     score_mod: int,
     mask_mod: int,
+    sinks: torch.Tensor | None = None,
 ) -> DirectLaunch | None:
     batch = PagedCall(
         query=query,
@@ -228,6 +246,7 @@ def _run(
         window=window,
         score_mod=REGISTRY.get(score_mod),
         mask_mod=REGISTRY.get(mask_mod),
+        sinks=sinks,
     )
     return attend(batch, out, lse, scratch, rows, reference_paged_decode, launch_paged)
 

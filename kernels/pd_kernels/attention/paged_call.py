@@ -17,23 +17,31 @@ from pd_kernels.attention.work_partition import NO_MOD, RowShape, TileCosts
 from pd_kernels.tuning import tuning
 
 FP8 = torch.float8_e4m3fn
-DIMS = (64, 80, 96, 112, 128, 192, 256)
+DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256, 512)
+SINKS = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of sinks."""
 MAX_QUERIES = 8
 COSTS = TileCosts(row=16, partial=1)
 """Estimates, not yet measured on a GPU."""
 
 
-def config_of(dim: int, element_bytes: int, height: int) -> KernelConfig:
-    """Launch options for rows of `height` lines of `dim` elements. Their registers and shared
-    memory are checked by compiling ahead of time; they are not yet tuned on a GPU."""
-    block = triton.next_power_of_2(dim)
+def config_of(dim: int, element_bytes: int, height: int, value_dim: int = 0) -> KernelConfig:
+    """Launch options for rows of `height` lines of `dim` elements, of which values have `value_dim`
+    (by default, as many). Their registers and shared memory are checked by compiling ahead of time;
+    they are not yet tuned on a GPU."""
+    block, part_block = (triton.next_power_of_2(each) for each in (dim, value_dim or dim))
+    if block > 256:
+        # K and V of two tiles in flight, or four of FP8, take most of the shared memory.
+        depth = 32 if tuning().column_merge else 16
+        stages = 4 if height > 32 else 5 if element_bytes > 1 else 7
+        return KernelConfig(32, 8, stages, 1, depth, 1, part_block)
     tile = max(32, min(128, 8_192 // block))
     # With whole lines, a row of few lines would be one part, which a single program merges.
-    depth, part = (32, 1) if tuning().column_merge else (16, max(1, 512 // block))
+    depth, part = (32, 1) if tuning().column_merge else (16, max(1, 512 // part_block))
     if height > 32:  # asynchronous products (wgmma), which need one buffer more
-        return KernelConfig(tile, 4, 4, 2, depth, part, block)
+        return KernelConfig(tile, 4, 4, 2, depth, part, part_block)
     programs = {8: 4, 16: 3}.get(height, 2) if block <= 128 else 2  # only `swapped` has 8
-    return KernelConfig(tile, 4, 5 if element_bytes > 1 else 7, programs, depth, part, block)
+    return KernelConfig(tile, 4, 5 if element_bytes > 1 else 7, programs, depth, part, part_block)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +51,7 @@ class PagedCall(DecodeCall):
     Attributes:
         query: `[batch, queries, query heads, dim]`; `[all queries, 1, query heads, dim]` if
             sequences have different numbers of queries.
-        keys, values: `[page, token, KV head, dim]`.
+        keys, values: `[page, token, KV head, dim]`; values may have another dim.
     """
 
     costs = COSTS
@@ -69,11 +77,19 @@ class PagedCall(DecodeCall):
     most_queries: int = 0
     """The largest number of queries of a sequence in a jagged batch."""
 
+    sinks: torch.Tensor | None = None
+    """A score of each query head that has no value, `[query heads]`."""
+
     @functools.cached_property
     def own_key(self) -> tuple[Any, ...]:
         starts = None if self.starts is None else (self.starts.shape, self.most_queries)
         masked = None if self.mask_mod is None else self.mask_mod.number
-        return (*super().own_key, self.window, starts, masked)
+        sinks = (
+            None
+            if self.sinks is None
+            else (self.sinks.shape, self.sinks.stride(), self.sinks.dtype)
+        )
+        return (*super().own_key, self.window, starts, masked, sinks)
 
     @property
     def queries(self) -> int:
@@ -93,6 +109,11 @@ class PagedCall(DecodeCall):
 
     @property
     def width(self) -> int:
+        return int(self.values.shape[3])
+
+    @property
+    def key_width(self) -> int:
+        """Elements of a query and of a key."""
         return int(self.query.shape[3])
 
     @property
@@ -111,8 +132,9 @@ class PagedCall(DecodeCall):
         """Whether tokens, and not queries, are the lines of products; see `attend_swapped`. A product
         of Hopper has 64 lines and 8 columns or more. FP8 rows of 80 to 128 elements fill them: 64
         tokens of a tile, and 64 words of a token."""
-        block = triton.next_power_of_2(self.width)
-        return tuning().swapped and self.words and block == 128 and on_hopper(self.query.device)
+        blocks = {triton.next_power_of_2(each) for each in (self.key_width, self.width)}
+        filled = blocks == {128} and self.key_width == self.width
+        return tuning().swapped and self.words and filled and on_hopper(self.query.device)
 
     @property
     def least_height(self) -> int:
@@ -120,7 +142,7 @@ class PagedCall(DecodeCall):
 
     @property
     def config(self) -> KernelConfig:
-        return config_of(self.width, self.keys.element_size(), self.height)
+        return config_of(self.key_width, self.keys.element_size(), self.height, self.width)
 
     @property
     def rows(self) -> RowShape:
@@ -152,11 +174,8 @@ class PagedCall(DecodeCall):
                 f"k_cache {list(self.keys.shape)}, v_cache {list(self.values.shape)}: "
                 "both must be [pages, page, heads, dim]"
             )
-        if not self.keys.shape[3] == self.values.shape[3] == dim:
-            raise ValueError(
-                f"k_cache and v_cache of dim {self.keys.shape[3]} and {self.values.shape[3]}: "
-                f"must both be {dim} as q"
-            )
+        if self.keys.shape[3] != dim:
+            raise ValueError(f"k_cache of dim {self.keys.shape[3]}: must be {dim} as q")
         if heads % self.kv_heads:
             raise ValueError(f"{heads} query heads: must be a multiple of {self.kv_heads}")
         if self.keys.dtype != self.values.dtype or self.keys.dtype not in (self.query.dtype, FP8):
@@ -166,9 +185,29 @@ class PagedCall(DecodeCall):
             )
         if self.window < 0:
             raise ValueError(f"window {self.window}: must be tokens, or 0 for all")
+        sinks = self.sinks
+        if sinks is not None and (sinks.shape != (heads,) or not sinks.is_contiguous()):
+            raise ValueError(
+                f"sinks {list(sinks.shape)}: must be dense, [{heads}], one of each query head"
+            )
+        if sinks is not None and (sinks.dtype not in SINKS or sinks.device != self.query.device):
+            raise ValueError(
+                f"sinks of {sinks.dtype} on {sinks.device}: must be one of {SINKS} on {self.query.device}"
+            )
         super().check()
 
     def check_kernel(self) -> None:
-        if self.width not in DIMS:
-            raise ValueError(f"q of dim {self.width}: must be one of {DIMS}")
+        for name, width in (("q", self.key_width), ("v_cache", self.width)):
+            if width not in DIMS:
+                raise ValueError(f"{name} of dim {width}: must be one of {DIMS}")
         super().check_kernel()
+
+
+def check_factors(key_scale: object, value_scale: object) -> None:
+    """Raise ValueError if a cache's scale is no number: it would be applied along another axis."""
+    for name, factor in (("k_scale", key_scale), ("v_scale", value_scale)):
+        if isinstance(factor, torch.Tensor):
+            raise ValueError(
+                f"{name} is a tensor {list(factor.shape)}: must be one number for the whole cache. "
+                "Scales of heads or sequences have no kernel"
+            )

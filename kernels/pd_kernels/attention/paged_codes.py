@@ -61,6 +61,8 @@ def attend_codes(
     scale,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -76,16 +78,18 @@ def attend_codes(
     results are those of `paged_plain.attend_tiles`; keys and values are FP8 with even strides."""
     HEIGHT: tl.constexpr = lines.shape[0]
     WORDS: tl.constexpr = BLOCK // 2
+    VALUE_WORDS: tl.constexpr = VALUE_BLOCK // 2
     lines, unit = half_lines(lines)
     even, odd = tl.split(tl.reshape(lines, (HEIGHT, WORDS, 2)))
     unit = unit * scale
     key_words = keys.to(tl.pointer_type(tl.int16))
     value_words = values.to(tl.pointer_type(tl.int16))
     column = tl.arange(0, WORDS)
+    value_column = tl.arange(0, VALUE_WORDS)
     top = tl.full((HEIGHT,), float("-inf"), tl.float32)
     total = tl.zeros((HEIGHT,), tl.float32)
-    result_even = tl.zeros((HEIGHT, WORDS), tl.float32)
-    result_odd = tl.zeros((HEIGHT, WORDS), tl.float32)
+    result_even = tl.zeros((HEIGHT, VALUE_WORDS), tl.float32)
+    result_odd = tl.zeros((HEIGHT, VALUE_WORDS), tl.float32)
     for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         tile = tl.load(tiles + place) if LISTED else place
         token = tile * TILE + tl.arange(0, TILE)
@@ -96,7 +100,10 @@ def attend_codes(
             mask = mask & (column < DIM // 2)[None, :]
         there = token_offsets(page, within, KEY, PAGE, 2)[:, None] + column[None, :]
         key = tl.load(key_words + there, mask=mask, other=0, eviction_policy="evict_first")
-        there = token_offsets(page, within, VALUE, PAGE, 2)[:, None] + column[None, :]
+        mask = inside[:, None]
+        if VALUE_DIM < VALUE_BLOCK:
+            mask = mask & (value_column < VALUE_DIM // 2)[None, :]
+        there = token_offsets(page, within, VALUE, PAGE, 2)[:, None] + value_column[None, :]
         # Masked, because memory behind the last token or before the window may hold NaN, and 0 *
         # NaN is NaN.
         value = tl.load(value_words + there, mask=mask, other=0, eviction_policy="evict_first")

@@ -29,6 +29,7 @@ from pd_kernels.attention.split_merge import (
     HEIGHT,
     JAGGED,
     LINES,
+    PADDED_DIM,
     PAIRED,
     finish_row,
     line_queries,
@@ -64,7 +65,8 @@ def paged_attention(
     max_polls,
     SHAPE: tl.constexpr,  # see `split_merge.py`, as PARTS
     PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,  # elements of a line, padded
+    BLOCK: tl.constexpr,  # elements of a query and a key, padded
+    KEY_DIM: tl.constexpr,  # not padded; those of a value are SHAPE[DIM]
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -87,7 +89,7 @@ def paged_attention(
         attend_range(
             query, keys, values, table, lengths, target, scratch, listed, score_args, mask_args,
             work_range, worker, block, query_stride, table_stride, list_stride, scale, value_scale,
-            SHAPE, BLOCK, PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, SCORE_MOD, MASK_MOD,
+            SHAPE, BLOCK, KEY_DIM, PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, SCORE_MOD, MASK_MOD,
             LISTED, ATTEND, STAGES,
         )  # fmt: skip
     if MERGE:
@@ -116,6 +118,7 @@ def attend_range(
     value_scale,
     SHAPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -139,6 +142,7 @@ def attend_range(
     """
     ROWS: tl.constexpr = SHAPE[HEADS] // SHAPE[PAIRED]
     QUERIES: tl.constexpr = SHAPE[LINES] // SHAPE[GROUP]
+    VALUE_BLOCK: tl.constexpr = SHAPE[PADDED_DIM]
     # A list holds only the tiles of the window.
     UNSEEN: tl.constexpr = 0 if LISTED else WINDOW
     planned = listed[0] if LISTED else lengths
@@ -161,7 +165,7 @@ def attend_range(
         else:
             place = number // SHAPE[GROUP] * QUERY[0] + sequence.to(tl.int64) * query_stride
         place += (head * SHAPE[GROUP] + number % SHAPE[GROUP]) * QUERY[1]
-        mask = exists[:, None] & (column < SHAPE[DIM])[None, :]
+        mask = exists[:, None] & (column < KEY_DIM)[None, :]
         lines = tl.load(query + place[:, None] + column[None, :], mask=mask, other=0.0)
         result, top, total = ATTEND(
             lines=lines,
@@ -179,8 +183,10 @@ def attend_range(
             begin=unseen + start,
             end=unseen + stop,
             scale=scale,
-            DIM=SHAPE[DIM],
+            DIM=KEY_DIM,
             BLOCK=BLOCK,
+            VALUE_DIM=SHAPE[DIM],
+            VALUE_BLOCK=VALUE_BLOCK,
             PAGE=PAGE,
             TILE=TILE,
             WINDOW=WINDOW,
@@ -244,7 +250,8 @@ def launch_paged(
         mask_args=mask.args if mask else (),
         scale=score_factor(batch.scale, batch.key_scale, score),
         value_scale=float(batch.value_scale),
-        BLOCK=triton.next_power_of_2(batch.width),
+        BLOCK=triton.next_power_of_2(batch.key_width),
+        KEY_DIM=batch.key_width,
         PAGE=batch.keys.shape[1],
         WINDOW=batch.window,
         KEY=batch.keys.stride()[:3],

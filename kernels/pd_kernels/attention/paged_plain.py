@@ -34,6 +34,8 @@ def attend_tiles(
     scale,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -48,7 +50,8 @@ def attend_tiles(
     """Attend with the lines of a row to tiles `begin` to `end` of its sequence.
 
     Args:
-        lines: the queries, `[HEIGHT, BLOCK]`.
+        lines: the queries, `[HEIGHT, BLOCK]`; `DIM` of these elements exist. A value has
+            `VALUE_DIM` of `VALUE_BLOCK`.
         keys, values: of the KV head.
         pages: the sequence's row of the block table.
         tiles: with LISTED, the list of tiles; `begin` and `end` are places in it.
@@ -57,15 +60,16 @@ def attend_tiles(
         queries, length: of the sequence; it ends with its queries' tokens.
 
     Returns:
-        result: weighted sum of values, not normalised, float32 `[HEIGHT, BLOCK]`.
+        result: weighted sum of values, not normalised, float32 `[HEIGHT, VALUE_BLOCK]`.
         top, total: the largest score (base 2) and the sum of weights of each line, float32
             `[HEIGHT]`.
     """
     HEIGHT: tl.constexpr = lines.shape[0]
     column = tl.arange(0, BLOCK)
+    value_column = tl.arange(0, VALUE_BLOCK)
     top = tl.full((HEIGHT,), float("-inf"), tl.float32)
     total = tl.zeros((HEIGHT,), tl.float32)
-    result = tl.zeros((HEIGHT, BLOCK), tl.float32)
+    result = tl.zeros((HEIGHT, VALUE_BLOCK), tl.float32)
     for place in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         tile = tl.load(tiles + place) if LISTED else place
         token = tile * TILE + tl.arange(0, TILE)
@@ -76,7 +80,10 @@ def attend_tiles(
             mask = mask & (column < DIM)[None, :]
         there = token_offsets(page, within, KEY, PAGE, 1)[:, None] + column[None, :]
         key = tl.load(keys + there, mask=mask, other=0.0, eviction_policy="evict_first")
-        there = token_offsets(page, within, VALUE, PAGE, 1)[:, None] + column[None, :]
+        mask = inside[:, None]
+        if VALUE_DIM < VALUE_BLOCK:
+            mask = mask & (value_column < VALUE_DIM)[None, :]
+        there = token_offsets(page, within, VALUE, PAGE, 1)[:, None] + value_column[None, :]
         # Masked, because memory behind the last token or before the window may hold NaN, and 0 *
         # NaN is NaN.
         value = tl.load(values + there, mask=mask, other=0.0, eviction_policy="evict_first")

@@ -51,6 +51,8 @@ def attend_swapped(
     scale,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -63,7 +65,8 @@ def attend_swapped(
     STAGES: tl.constexpr,
 ):
     """Attend with the lines of a row to tiles `begin` to `end` of its sequence. Arguments and
-    results are those of `paged_plain.attend_tiles`; keys and values are FP8 with even strides."""
+    results are those of `paged_plain.attend_tiles`; keys and values are FP8 with even strides, and
+    values have as many elements as keys."""
     HEIGHT: tl.constexpr = lines.shape[0]
     WORDS: tl.constexpr = BLOCK // 2
     lines, unit = half_lines(lines)

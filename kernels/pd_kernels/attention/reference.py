@@ -96,6 +96,10 @@ def reference_paged_decode(batch: PagedCall, out: torch.Tensor, lse: torch.Tenso
             batch.mask_mod,
             first,
         )
+        if batch.sinks is not None:
+            tokens, sums = sums, torch.logaddexp(sums, batch.sinks.float())
+            share = torch.where(tokens == -torch.inf, 0.0, (tokens - sums).exp())
+            result = result * share[..., None]
         out[own] = result.view_as(out[own])
         if lse is not None:
             lse[own] = sums.view_as(lse[own])

@@ -37,14 +37,16 @@ MAX_POLLS = 64
 
 _COUNTERS = tl.constexpr(COUNTERS)
 _FIELDS = tl.constexpr(FIELDS)
+_LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(1 / LOG2E)
 
 
 # A row's shape, `SHAPE`: rows of a sequence, blocks of lines that run side by side, lines per KV head,
 # lines of a row (padded), query heads per KV head, elements of a line of the result, whether lse is
-# wanted, whether sequences have different numbers of queries.
-HEADS, PAIRED, LINES, HEIGHT, GROUP, DIM, WITH_LSE, JAGGED = (
-    tl.constexpr(place) for place in range(8)
+# wanted, whether sequences have different numbers of queries, whether query heads have sinks, elements of a
+# line of the result (padded).
+HEADS, PAIRED, LINES, HEIGHT, GROUP, DIM, WITH_LSE, JAGGED, SINKS, PADDED_DIM = (
+    tl.constexpr(place) for place in range(10)
 )
 
 # How a split row is merged, `PARTS`: pieces merged at a time, lines of a merge part, elements of
@@ -115,24 +117,50 @@ def store_lines(target, row, line, column, results, weight, SHAPE: tl.constexpr)
 
     Args:
         target: `out`, dense `[batch, query, query head, dim]`; `lse`, float32 `[batch, query, query
-            head]`; and `starts`, see `line_queries`. In a jagged batch the first two axes are one.
+            head]`; `starts`, see `line_queries`; and `sinks`, `[query head]`, read only if
+            there are some. In a jagged batch the first two axes are one.
         row: number of the row.
         line: numbers of the row's lines.
         column: the element of a line at which `results` begins.
         results: their elements, side by side in one or several tensors, float32 `[lines, BLOCK]`.
         weight: their base-2 log-sum-exp.
     """
-    out, lse, starts = target
+    out, lse, starts, sinks = target
     BLOCKS: tl.constexpr = (SHAPE[LINES] + SHAPE[HEIGHT] - 1) // SHAPE[HEIGHT]
     sequence, head, number = result_lines(row, line, SHAPE)
     first, _, exists = line_queries(starts, sequence, number, SHAPE)
     index = (first + number // SHAPE[GROUP]) * (SHAPE[HEADS] // BLOCKS * SHAPE[GROUP])
     index += head * SHAPE[GROUP] + number % SHAPE[GROUP]
     exists = exists & (line < SHAPE[HEIGHT])
+    if SHAPE[SINKS]:
+        own = head * SHAPE[GROUP] + number % SHAPE[GROUP]
+        share, weight = _with_sinks(tl.load(sinks + own, mask=exists, other=0.0), weight)
+        results = (results[0] * share[:, None],)  # no kernel with several has sinks
     _store(out, index, column, results, exists, SHAPE[DIM])
     if SHAPE[WITH_LSE]:  # noqa: SIM102 - known at compile time
         if column == 0:  # programs that merge other columns of these lines have the same number
             tl.store(lse + index, weight * _LN2, mask=exists)
+
+
+@triton.jit
+def _with_sinks(sink, weight):
+    """Finished lines take the score of their head's sink into their softmax. It has no value.
+
+    Args:
+        sink: its score, natural, `[lines]`.
+        weight: base-2 log-sum-exp of the tokens' scores, float32 `[lines]`.
+
+    Returns:
+        share: of the tokens in the sum; the factor for the results.
+        weight: base-2 log-sum-exp, the sink included.
+    """
+    sink = sink.to(tl.float32) * _LOG2E
+    nothing = weight == float("-inf")
+    more = tl.exp2(sink - weight)
+    share = tl.where(nothing, 0.0, 1.0 / (1.0 + more))
+    smaller = tl.exp2(-tl.abs(sink - weight))
+    both = tl.maximum(sink, weight) + tl.log2(1.0 + smaller)
+    return share, tl.where(nothing, sink, both)
 
 
 @triton.jit

@@ -196,14 +196,21 @@ class PagedBackend(DecodeBackend):
         return reasons
 
     def plan_key(self, layer: Any) -> Any:
-        return window_of(layer), layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+        return (
+            window_of(layer),
+            layer.tp_q_head_num,
+            layer.tp_k_head_num,
+            layer.qk_head_dim,
+            layer.v_head_dim,
+        )
 
     def make_plan(self, layer: Any) -> DecodePlan:
-        keys, _ = self.pages(layer)
+        keys, values = self.pages(layer)
         query = torch.empty((), dtype=self.dtype, device=self.device)
         return plan_paged_decode(
             query.expand(1, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
+            values,
             window=window_of(layer),
             max_batch=self._most_requests,
         )
@@ -223,12 +230,13 @@ class PagedBackend(DecodeBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
         **unknown: Any,
     ) -> torch.Tensor:
         """Attend with one token of each request, `[requests, heads * dim]`. Arguments are SGLang's.
 
         Raises:
-            NotImplementedError: the model passes other arguments, such as attention sinks.
+            NotImplementedError: the model passes other arguments.
         """
         refuse([name for name, value in unknown.items() if value is not None])
         if save_kv_cache and k is not None:
@@ -245,6 +253,7 @@ class PagedBackend(DecodeBackend):
             scale=layer.scaling,
             window=window_of(layer),
             score_mod=cap_of(layer),
+            sinks=sinks,
             k_scale=(layer.k_scale_float or 1.0) if coded else 1.0,
             v_scale=(layer.v_scale_float or 1.0) if coded else 1.0,
             plan=self.plan(layer),

@@ -51,10 +51,12 @@ def layer_refusals(
         dtypes: dtypes that have a kernel; empty: all.
     """
     reasons = []
-    if layer.qk_head_dim != layer.v_head_dim:
-        reasons.append(f"keys of head size {layer.qk_head_dim} with values of {layer.v_head_dim}")
-    elif head_dims and layer.qk_head_dim not in head_dims:
-        reasons.append(f"head size {layer.qk_head_dim}: must be one of {list(head_dims)}")
+    dims = dict.fromkeys((layer.qk_head_dim, layer.v_head_dim))
+    reasons += [
+        f"head size {dim}: must be one of {list(head_dims)}"
+        for dim in dims
+        if head_dims and dim not in head_dims
+    ]
     if dtypes and dtype not in dtypes:
         reasons.append(f"dtype {dtype}: must be one of {list(dtypes)}")
     if layer.is_cross_attention or layer.attn_type.value != "decoder":

@@ -12,6 +12,10 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
 from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.vllm.mla_backend import MlaBuilder, MlaImpl
+from pd_kernels.vllm.plugin import MLA_VARIABLE
+
+CAPABILITIES = (9, 10)
+"""Major compute capabilities whose multiprocessors have the shared memory."""
 
 
 class MlaImplCuda(MlaImpl, TritonMLAImpl):
@@ -53,12 +57,24 @@ class TritonMla(MLACommonBackend):
         head_size: int,
         dtype: torch.dtype,
         kv_cache_dtype: str | None,
-        *others: Any,
-        **named: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
     ) -> str | None:
-        if kv_cache_dtype in (None, "auto", str(dtype).removeprefix("torch.")):
+        reasons = []
+        if kv_cache_dtype not in (None, "auto", str(dtype).removeprefix("torch.")):
+            reasons.append(f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype})")
+        if device_capability is not None and device_capability.major not in CAPABILITIES:
+            reasons.append(
+                f"compute capability {device_capability.major}.{device_capability.minor}: mla_decode needs "
+                "148 KiB of shared memory and runs on 9.0 and 10.x"
+            )
+        if not reasons:
             return None
-        return f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype})"
+        return f"{'; '.join(reasons)}. Unset {MLA_VARIABLE} to have vLLM's own {cls.get_name()}"
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:

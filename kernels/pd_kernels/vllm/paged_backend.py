@@ -40,6 +40,9 @@ class PagedImpl(AttentionImpl):
     window: int
     """Tokens that a query sees, its own included; 0 for all."""
 
+    sinks: torch.Tensor | None
+    """A score of each query head without a value, set by the stock backend."""
+
     stored_dtype: torch.dtype | None
     """The dtype of an FP8 cache; None if the cache has the model's dtype."""
 
@@ -67,7 +70,6 @@ class PagedImpl(AttentionImpl):
             self.model_dtype(),
             kv_cache_dtype,
             str(getattr(attn_type, "value", attn_type)),
-            sinks is not None,
             alibi_slopes is not None,
             bool(logits_soft_cap),
         )
@@ -83,6 +85,7 @@ class PagedImpl(AttentionImpl):
             logits_soft_cap,
             attn_type,
             kv_sharing_target_layer_name,
+            sinks,
         )
         self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
 
@@ -192,6 +195,7 @@ class PagedImpl(AttentionImpl):
             scale=self.scale,
             window=self.window,
             score_mod=self._mod,
+            sinks=self.sinks,
             **self._scales(layer),
             out=output.view(shape),
             plan=metadata.plans.get(self.plan_key),
@@ -210,7 +214,10 @@ class PagedImpl(AttentionImpl):
         query, keys, values = self._read(layer, query[:tokens], kv_cache, output.dtype)
         out = output[:tokens].view(query.shape)
         plan = metadata.mixed[self.plan_key]
-        mixed_attention(query, keys, values, plan, scale=self.scale, out=out, **self._scales(layer))
+        scales = self._scales(layer)
+        mixed_attention(
+            query, keys, values, plan, scale=self.scale, sinks=self.sinks, out=out, **scales
+        )
 
     def _read(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, dtype: torch.dtype

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from pd_kernels.attention.paged_call import DIMS
+from pd_kernels.vllm.mla_cuda import CAPABILITIES
 from pd_kernels.vllm.paged_backend import PagedImpl, Supported
 from pd_kernels.vllm.paged_builder import PagedBuilder
 from pd_kernels.vllm.refusals import LayerOptions, refusals
@@ -41,10 +42,6 @@ class PagedFlash(FlashAttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == "decoder"
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return False
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
@@ -74,11 +71,24 @@ class PagedFlash(FlashAttentionBackend):
         head_size: int,
         dtype: torch.dtype,
         kv_cache_dtype: str | None,
-        *others: Any,
-        **named: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
     ) -> str | None:
         reasons = refusals(LayerOptions(head_size, dtype, kv_cache_dtype), DIMS, DTYPES)
-        theirs = super().supports_combination(head_size, dtype, kv_cache_dtype, *others, **named)
+        capability = device_capability
+        if head_size > 256 and capability is not None and capability.major not in CAPABILITIES:
+            reasons.append(
+                f"head size {head_size} on compute capability {capability.major}.{capability.minor}: needs "
+                "the shared memory of 9.0 or 10.x"
+            )
+        theirs = super().supports_combination(
+            *(head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse),
+            *(use_mm_prefix, device_capability),
+        )
         return "; ".join([*reasons, *([theirs] if theirs else [])]) or None
 
 

@@ -21,7 +21,6 @@ class LayerOptions(NamedTuple):
     dtype: torch.dtype
     cache_dtype: str | None = None
     attn_type: str = "decoder"
-    sinks: bool = False
     alibi: bool = False
     soft_cap: bool = False
 
@@ -42,8 +41,6 @@ def refusals(
         )
     if layer.attn_type != "decoder":
         reasons.append(f"attention type {layer.attn_type}: only decoders")
-    if layer.sinks:
-        reasons.append("attention sinks")
     if layer.alibi and layer.soft_cap:
         reasons.append("ALiBi together with a soft cap")
     return reasons

@@ -12,7 +12,7 @@ from pd_connector.control.sockets import no_more_files
 from pd_connector.errors import Cause
 from pd_connector.hosts import is_loopback
 from pd_connector.protocol.consuming.incoming import Finished, Held
-from pd_connector.remedies import HARMLESS, remedy, told
+from pd_connector.remedies import HARMLESS, counts_text, remedy
 from pd_connector.telemetry import Telemetry
 
 logger = logging.getLogger("pd_connector.agent.consuming.outage")
@@ -61,7 +61,7 @@ class OutageWatch:
             "What to do: %s. (This is logged once. Until KV arrives, failures are only counted.)",
             now - self._since,
             self._causes.total(),
-            told(self._causes),
+            counts_text(self._causes),
             detail,
             remedy(worst),
         )

@@ -117,8 +117,11 @@ class ReceivePipeline:
 
     def fill_after(self, load: Load, fence: Any) -> None:
         """Fill the load's pages only after the device's work before `fence`: that work may still write them for the
-        request that had them before."""
+        request that had them before. What the load will not fill of its pages is cleared."""
         self._loads.setdefault(load.transfer, (load.request, fence))
+        if not load.compares:
+            with contextlib.suppress(RevokedError), self._gate.touching(load.request):
+                self._cache.clear(load.pages, load.first_token, load.stop_token, fence)
 
     def forget(self, request: str) -> None:
         """Forget what `fill_after` said of this request, and the states that were kept for it."""

@@ -6,9 +6,9 @@ names and lengths, and neither header nor record. A chunk exists when all its pa
 
 Looking up  `find`, `pin`, `unpin`, `was_stored`
 Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
-Loading     `read` -> `Reading`: `take`, `into`, `close`
+Loading     `bring`, then `read` -> `Reading`: `take`, `into`, `close`
 Keeping     `remove`, `journal`, `status`, `take_failures`, `close`
-Knowing     `keys`, `id`, `advertise`, `advertised`
+Knowing     `keys`, `chunks`, `id`, `advertise`, `advertised`
 
 Every method may be called from any thread. Those of `Store` block for milliseconds at most, `status` for a second, those of
 `Writing` and `Reading` as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any
@@ -16,12 +16,12 @@ instruction, costs others saves, never look-ups or loads.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Self
 
-MEMORY, DISK = "memory", "disk"
-"""Names of tiers."""
+MEMORY, DISK, FAR = "memory", "disk", "far"
+"""Names of tiers. `FAR` is a store of several hosts (`pool/far`)."""
 
 
 class Found(NamedTuple):
@@ -29,9 +29,20 @@ class Found(NamedTuple):
 
     tier: str
     parts: tuple[str, ...]
-    """Names of its parts, in the order of their names."""
+    """Names of its parts, in the order of their names. Empty in tier `FAR`: they are known once it was brought."""
     nbytes: int
     """The bytes of all parts together."""
+
+
+class Chunk(NamedTuple):
+    """A chunk of a tier of this host, in a list of what is there."""
+
+    key: bytes
+    tier: str
+    parent: bytes
+    tenant: str
+    parts: tuple[str, ...]
+    nbytes: int
 
 
 class Why(StrEnum):
@@ -245,8 +256,21 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def bring(self, key: bytes) -> Found | None:
+        """Have a chunk on this host, so that `read` opens its parts. Waits for seconds at most if it is in tier `FAR`, and
+        does not wait otherwise.
+
+        Returns:
+            Where it is now; None if it is not there.
+
+        Raises:
+            PoolError: LATE, the far store does not answer; REFUSED, this host has no room; DAMAGED, what the far store has
+                is not what was put. The chunk was removed there.
+        """
+
+    @abstractmethod
     def read(self, key: bytes, part: str) -> Reading:
-        """Open a part of a chunk.
+        """Open a part of a chunk of this host.
 
         Raises:
             PoolError: EVICTED, the chunk or the part is not there; DAMAGED, its file is missing, short, or not of this user.
@@ -272,6 +296,16 @@ class Store(ABC):
     @abstractmethod
     def keys(self) -> list[bytes]:
         """Keys of all chunks that are there. Takes as long as the file system needs to list them."""
+
+    @abstractmethod
+    def chunks(self, keys: Iterable[bytes] | None = None) -> Iterator[Chunk]:
+        """Chunks of this host: all, tier by tier, the one that was stored first first; or those of `keys` that are there, in
+        that order. A chunk that goes meanwhile is left out."""
+
+    @property
+    def reaches_far(self) -> bool:
+        """Whether chunks of other hosts can come: `keys` does not tell all that may be found then."""
+        return False
 
     @property
     @abstractmethod

@@ -8,12 +8,20 @@ tiers and removes what dead processes left (`tier_maintenance.py`).
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
-from pd_connector.pool.store.base import DISK, Found, Journal, Refusal, Store, StoreStatus, Why
+from pd_connector.pool.store.base import (
+    DISK,
+    Chunk,
+    Found,
+    Journal,
+    Refusal,
+    Store,
+    StoreStatus,
+    Why,
+)
 from pd_connector.pool.store.catalog import CatalogError
 from pd_connector.pool.store.catalog_ops import DISK_TIER, MEMORY_TIER, now_s
 from pd_connector.pool.store.entry import check_part, entry_of, head_of
@@ -24,17 +32,6 @@ from pd_connector.pool.store.reports import page_of, status_of
 from pd_connector.pool.store.tier_lock import identity_of
 from pd_connector.pool.store.tier_maintenance import TierMaintenance
 from pd_connector.pool.store.tier_storage import Space, TierStorage
-
-
-class Chunk(NamedTuple):
-    """A chunk of a tier, in a list of what is there."""
-
-    key: bytes
-    tier: str
-    parent: bytes
-    tenant: str
-    parts: tuple[str, ...]
-    nbytes: int
 
 
 class LocalStore(Store):
@@ -134,6 +131,10 @@ class LocalStore(Store):
 
     # Loading
 
+    def bring(self, key: bytes) -> Found | None:
+        (match,) = self.find([key])
+        return match
+
     def read(self, key: bytes, part: str) -> LocalReading:
         problem = PoolError(Miss.EVICTED, f"chunk {key.hex()} is not there")
         for folder in self._folders:
@@ -172,14 +173,23 @@ class LocalStore(Store):
             there += bool(texts)
         return there
 
-    def chunks(self) -> Iterator[Chunk]:
-        """All chunks, tier by tier, the one that was stored first first. One that goes meanwhile is left out."""
-        for folder in self._folders:
-            for key in folder.entered():
-                if entry := folder.entry(key):
-                    yield Chunk(
-                        key, folder.name, entry.parent, entry.tenant, entry.parts, sum(entry.sizes)
-                    )
+    def chunks(self, keys: Iterable[bytes] | None = None) -> Iterator[Chunk]:
+        if keys is None:
+            for folder in self._folders:
+                for key in folder.entered():
+                    if chunk := self._chunk_in(folder, key):
+                        yield chunk
+            return
+        for key in keys:
+            chunks = (self._chunk_in(folder, key) for folder in self._folders)
+            if chunk := next(filter(None, chunks), None):
+                yield chunk
+
+    def _chunk_in(self, folder: Folder, key: bytes) -> Chunk | None:
+        if (entry := folder.entry(key)) is None:
+            return None
+        size = sum(entry.sizes)
+        return Chunk(key, folder.name, entry.parent, entry.tenant, entry.parts, size)
 
     def journal(self, after: int) -> Journal:
         try:

@@ -59,12 +59,12 @@ class Offer(NamedTuple):
         self, message: messages.Open, routes: Sequence[Route]
     ) -> tuple[Cause, str] | None:
         """Why its states do not stand where a consumer wants them, as (cause, detail); or None."""
-        wanted = message.state_token or 0
+        needed = message.state_token or 0
         offered = 0, self.state_token, self.boundary_token
-        if wanted in offered or all(r.section is None for r in routes):
+        if needed in offered or all(r.section is None for r in routes):
             return None
         here = f"stand after {self.state_token} tokens" if self.state_token else "are not kept"
-        return Cause.TOKENS, f"states {here}, wanted after {wanted}"
+        return Cause.TOKENS, f"states {here}, wanted after {needed}"
 
 
 class Step(NamedTuple):

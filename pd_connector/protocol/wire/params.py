@@ -70,6 +70,12 @@ class TransferParams(msgspec.Struct, frozen=True):
     """Keep no KV: only answer with this producer's address."""
     consumes: bool = True
     """In an answer to `describe`: whether the engine can also fetch KV."""
+    from_first_token: bool = False
+    """The decode engine goes on from the token that the prefill engine chooses (SGLang). A prefill engine whose model keeps
+    recurrent states computes the whole prompt then; otherwise it leaves the last token to the decode engine."""
+    keeps_states: bool = False
+    """In an answer to `describe`, of an engine that computes every prompt whole (SGLang): its model keeps recurrent states,
+    so a decode engine that computes the last token (vLLM) needs a prefill of the prompt without it."""
 
     def peers(self) -> tuple[Peer, ...]:
         """The producer's ranks. Needs `remote_host` and `remote_port`."""
@@ -104,6 +110,7 @@ class ProducerAddress(NamedTuple):
     seal: str = ""  # the producer's proof of this address
     data_ports: tuple[int, ...] = ()  # of its ranks, for firewall rules
     consumes: bool = True  # whether the engine can also fetch KV
+    keeps_states: bool = False  # see `TransferParams`
 
     @property
     def host(self) -> str:
@@ -191,18 +198,27 @@ def parse_address(params: object) -> ProducerAddress | None:
     if not (parsed.remote_engine_id and parsed.remote_host and parsed.remote_port):
         return None
     return ProducerAddress(
-        parsed.remote_engine_id, parsed.peers(), parsed.remote_seal, consumes=parsed.consumes
+        parsed.remote_engine_id,
+        parsed.peers(),
+        parsed.remote_seal,
+        consumes=parsed.consumes,
+        keeps_states=parsed.keeps_states,
     )
 
 
-def prefill_params(transfer: str | None = None) -> dict[str, Any]:
+def prefill_params(
+    transfer: str | None = None, *, from_first_token: bool = False
+) -> dict[str, Any]:
     """Parameters of a prefill request whose KV will be fetched.
 
     Args:
         transfer: a name for the KV, at most 256 characters, so that the decode request can be sent at the same time.
             Without it the engine chooses a name, and its answer has it.
+        from_first_token: see `TransferParams`.
     """
     params = {"do_remote_decode": True, "do_remote_prefill": False}
+    if from_first_token:
+        params["from_first_token"] = True
     return params if transfer is None else {**params, "transfer_id": transfer}
 
 
@@ -279,11 +295,11 @@ def _read(params: object) -> TransferParams:
             if engine.ranks and "remote_ranks" not in params:
                 params |= {"remote_ranks": engine.ranks, "remote_seal": engine.seal}
                 params |= engine.context._asdict()
-    found = msgspec.convert(params, TransferParams)
-    if found.remote_pcp_ranks and len(found.remote_pcp_ranks) != len(found.remote_ranks):
-        counts = f"{len(found.remote_pcp_ranks)} places for {len(found.remote_ranks)} ranks"
+    parsed = msgspec.convert(params, TransferParams)
+    if parsed.remote_pcp_ranks and len(parsed.remote_pcp_ranks) != len(parsed.remote_ranks):
+        counts = f"{len(parsed.remote_pcp_ranks)} places for {len(parsed.remote_ranks)} ranks"
         raise ValueError(f"remote_pcp_ranks: {counts}: must be as many")
-    return found
+    return parsed
 
 
 def _stages(address: ProducerAddress) -> int:

@@ -9,16 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import ConfigError
+from pd_connector.pool.carrier.asking import CarrierLink
+from pd_connector.pool.carrier.messages import Status as CarrierStatus
 from pd_connector.pool.part_names import part_codec
 from pd_connector.pool.settings import SHM_VARIABLE, make_above, memory_folder, text_of
-from pd_connector.pool.store.base import DISK, StoreStatus
+from pd_connector.pool.store.base import DISK, Chunk, StoreStatus
 from pd_connector.pool.store.folder import VERSION
-from pd_connector.pool.store.local import Chunk, LocalStore
+from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
 from pd_connector.pool.verify import verify
 from pd_connector.tools.cli.app import fail
@@ -73,6 +76,7 @@ def status(folder: Folder = None, as_json: AsJson = False) -> None:
     """Show how full the pool is, by tier, codec and tenant."""
     with opened(folder) as store:
         report = store.status()
+        carrier = carrier_status()
         codecs: dict[str, Counter[str]] = {tier.name: Counter() for tier in report.tiers}
         for chunk in store.chunks():
             codecs[chunk.tier][codec_of(chunk)] += chunk.nbytes
@@ -83,10 +87,43 @@ def status(folder: Folder = None, as_json: AsJson = False) -> None:
             "tiers": tiers,
             "engines": report.engines - 1,
             "unwritable": [each._asdict() for each in report.unwritable],
+            "carrier": None if carrier is None else msgspec.to_builtins(carrier),
         }
         print(json.dumps(printed, indent=2))
     else:
         show(report, codecs, Console())
+        show_carrier(carrier, Console())
+
+
+def carrier_status() -> CarrierStatus | None:
+    """How the carrier of this host is; None without one."""
+    link = CarrierLink(memory_folder())
+    try:
+        return link.status()
+    finally:
+        link.close()
+
+
+def show_carrier(carrier: CarrierStatus | None, console: Console) -> None:
+    """Print what a carrier has done."""
+    if carrier is None:
+        return
+    counts = carrier.counts
+    console.print(
+        f"A carrier reaches {carrier.far} ({'sealed' if carrier.sealed else 'not sealed'}): {counts.get('put', 0):,} chunks put "
+        f"({text_of(counts.get('put_bytes', 0))}), {counts.get('brought', 0):,} brought "
+        f"({text_of(counts.get('brought_bytes', 0))}), {carrier.waiting:,} wait to be put",
+        markup=False,
+    )
+    if missed := {name[12:]: n for name, n in counts.items() if name.startswith("not_brought_")}:
+        causes = ", ".join(f"{cause} {n:,}" for cause, n in sorted(missed.items()))
+        console.print(f"  not brought: {causes}", markup=False)
+    if carrier.problem:
+        console.print(
+            f"The far store cannot be used at the moment: {carrier.problem}. Engines compute meanwhile.",
+            style="yellow",
+            markup=False,
+        )
 
 
 def codec_of(chunk: Chunk) -> str:
@@ -218,3 +255,39 @@ def clear(
         if keys and not yes:
             typer.confirm(f"Remove {len(keys):,} chunks?", abort=True)
         print(f"{store.remove(keys):,} chunks removed")
+
+
+@app.command()
+def carry(
+    far: Annotated[
+        str,
+        typer.Option(
+            envvar="PD_CONNECTOR_FAR",
+            help="The far store: redis://HOST:6379, rediss://USER:PASSWORD@HOST:6379 (TLS). With a password, use the variable.",
+        ),
+    ],
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of this user alone with the key that all hosts have, as `pd-connector key` prints it. A second line is a "
+            "key that only opens, while the key is changed. Without a key only loopback is accepted.",
+            show_default=False,
+        ),
+    ] = None,
+    answers_within: Annotated[
+        float,
+        typer.Option(
+            min=0.05,
+            max=30.0,
+            help="Seconds that the far store has for an answer. Then its client is killed, and engines compute for a while.",
+        ),
+    ] = 0.25,
+    folder: Folder = None,
+) -> None:
+    """Share the pool of this host with other hosts, through a store that they all reach. One a host, until SIGTERM.
+
+    Engines of this host need no setting: they use the carrier while it is there.
+    """
+    from pd_connector.tools.cli.carry import run
+
+    run(far, key_file, answers_within, folder)

@@ -11,7 +11,9 @@ harm. Outside of loopback the network between the engines must be trusted, with 
 """
 
 import contextlib
+import importlib
 import itertools
+import os
 import secrets
 from collections import Counter
 from collections.abc import Hashable
@@ -31,8 +33,29 @@ from pd_connector.transport.ucx.address import (
     read_address,
     read_message,
 )
-from pd_connector.transport.ucx.library import import_ucxx
 from pd_connector.transport.ucx.worker import Move, UcxWorker, UcxWorkers
+
+
+def import_ucxx() -> tuple[Any, Any]:
+    """ucxx's core, and what wraps its buffers. Raises TransportError if it is not installed."""
+    before = set(os.environ)
+    try:
+        with contextlib.suppress(ModuleNotFoundError):  # a UCX of the system needs no help
+            # ucxx does this only where librmm is installed, which host memory has no need of.
+            importlib.import_module("libucx").load_library()
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
+    except ImportError as error:
+        raise TransportError(
+            f"transport ucx: {error}. Install it with `pip install 'pd-connector[ucx]'`, or "
+            "take it out of the config key transports"
+        ) from error
+    finally:
+        # The import sets UCX's variables, which other users of UCX in this process would inherit.
+        for name in set(os.environ) - before:
+            del os.environ[name]
+    return libucxx, Array
+
 
 _MAX_BATCH = 64  # messages taken from one producer at a time
 _DIALLING_POLLS = 100

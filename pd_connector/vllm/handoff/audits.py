@@ -58,7 +58,7 @@ class _Audit:
 
     @property
     def last(self) -> int:
-        """Tokens that are computed when the comparison begins: all wanted tokens, and one more."""
+        """Number of tokens that are computed when the comparison begins: all tokens to compare, and one more."""
         return self.fetch.tokens + 1
 
 
@@ -67,11 +67,14 @@ class Audits:
 
     Args:
         windows: of the engine's page tables.
-        states: which of them list states.
+        states: the page tables that list states.
+        left: tokens at the end of a prompt that a producer leaves to this engine.
         ranks: number of ranks; each compares the KV that it holds.
     """
 
-    def __init__(self, config: Config, windows: Windows, states: StateTables, ranks: int) -> None:
+    def __init__(
+        self, config: Config, windows: Windows, states: StateTables, left: int, ranks: int
+    ) -> None:
         self._off = config.audit == "off"
         self._share = config.audit_share
         self._keep_s = config.stall_timeout_s
@@ -79,6 +82,7 @@ class Audits:
         self._retry_s = config.session_timeout_s
         self._windows = windows
         self._states = states
+        self._left = left
         self._held = HeldStates(states)
         self._ranks = ranks
         self._passed: dict[Pair, None] = {}
@@ -239,11 +243,11 @@ class Audits:
         self._kv_only[pair] = None
 
     def _position(self, request: "Request") -> int:
-        """Where vLLM keeps the states of a prompt on both engines; 0: nowhere. The producer's prompt is one token shorter,
-        and it also offers the states at its end."""
+        """Where vLLM keeps the states of a prompt on both engines; 0: nowhere. The producer's prompt is shorter by the
+        tokens that it leaves, and it also offers the states at its end."""
         tokens = request.num_prompt_tokens
-        position = self._states.boundary(tokens)
-        return position if position in (tokens - 1, self._states.boundary(tokens - 1)) else 0
+        position, end = self._states.boundary(tokens), tokens - self._left
+        return position if position in (end, self._states.boundary(end)) else 0
 
     def _eligible(self, request: "Request", fetch: Fetch, missing: int) -> bool:
         """Whether an audit of this producer can begin with a request of `missing` missing tokens."""
@@ -257,7 +261,7 @@ class Audits:
         return missing >= LEAST_TOKENS and not under_way and not early
 
     def _hold(self, request_id: str, audit: _Audit, computed: int) -> bool:
-        """Hold the states that will be compared, once a step computes them. Returns whether they are there.
+        """Take a reference to the pages of the states to compare, once a step computes them. Returns whether they exist.
 
         Args:
             computed: tokens of the request that this step will have computed.
@@ -300,6 +304,6 @@ class Audits:
     def _pass(self, pair: Pair) -> None:
         self._retry.pop(pair, None)
         self._passed[pair] = None
-        for known in (self._passed, self._retry, self._kv_only):
-            while len(known) > _MOST_PAIRS:
-                del known[next(iter(known))]
+        for pairs in (self._passed, self._retry, self._kv_only):
+            while len(pairs) > _MOST_PAIRS:
+                del pairs[next(iter(pairs))]

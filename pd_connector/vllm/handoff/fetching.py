@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from pd_connector.agent.commands import Command, Drop, Hold
 from pd_connector.config import Config
 from pd_connector.errors import Cause
+from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol.wire.params import TransferParams
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.handoff.audits import Audits
 from pd_connector.vllm.handoff.fetch import Fetch, Stage
-from pd_connector.vllm.handoff.recomputed import Recomputed
 from pd_connector.vllm.handoff.streaming import kept_pages
 from pd_connector.vllm.handoff.uncomputable import Uncomputable
 from pd_connector.vllm.identity.adapters import Adapters
@@ -28,6 +28,42 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+def _not_told() -> int:
+    """Placeholder until vLLM hands over its pages."""
+    return 0
+
+
+class Recomputed:
+    """Requests whose load failed while another part of vLLM's MultiConnector could load them, too. Called by vLLM's
+    scheduler only.
+
+    vLLM adds the pages that the failed load would need and the pages of the other part's load: it waits for room for
+    twice the prompt. Requests behind it wait for the same time, even those whose loads have ended. In a cache with fewer
+    pages they wait for ever. Such a request is computed here instead, and nothing is loaded for it.
+
+    Attributes:
+        free_pages: returns the number of free pages in vLLM's cache.
+
+    Args:
+        page_sizes: tokens of a page, by table.
+    """
+
+    def __init__(self, page_sizes: tuple[int, ...]) -> None:
+        self.free_pages: Callable[[], int] = _not_told
+        self._page_sizes = page_sizes
+
+    def looks_for_room(self, request: "Request", fetch: Fetch) -> None:
+        """vLLM looks for room for a request whose load failed.
+
+        If vLLM asks again although there was room, the other part's load keeps the request waiting. vLLM then reads no
+        cache for it, so that neither part loads.
+        """
+        if fetch.had_room:
+            request.skip_reading_prefix_cache = True
+        needed = sum(pages_for(request.num_tokens, size) for size in self._page_sizes)
+        fetch.had_room = needed <= self.free_pages()
 
 
 class FetchGoesFirst(PageRule):
@@ -52,14 +88,15 @@ class Fetching(Part):
 
     Attributes:
         audits: the prompts that are computed here to compare them.
-        rules: what it knows of pages.
+        rules: its rules about pages.
 
     Args:
         windows: page sizes and windows of the engine's page tables.
-        states: which of them list states.
+        states: the page tables that list states.
+        left: tokens at the end of a prompt that a producer leaves to this engine.
         ranks: number of ranks of this engine.
         status: says whether a request's KV may be compared.
-        unfilled: told of loads.
+        unfilled: gets the loads.
         uncomputable: requests that only a fetch can serve.
         adapters: what is known of the engine's adapters.
     """
@@ -69,6 +106,7 @@ class Fetching(Part):
         config: Config,
         windows: Windows,
         states: StateTables,
+        left: int,
         ranks: int,
         telemetry: Telemetry,
         status: PageStatus,
@@ -76,7 +114,7 @@ class Fetching(Part):
         uncomputable: Uncomputable,
         adapters: Adapters,
     ) -> None:
-        self._status, self._states = status, states
+        self._status, self._states, self._left = status, states, left
         self._partial_pages = unfilled
         self._telemetry = telemetry
         self._uncomputable = uncomputable
@@ -85,7 +123,7 @@ class Fetching(Part):
         outdated = StaleAdapterPages(adapters, uncomputable, self._given_up)
         self.rules: tuple[PageRule, ...] = (outdated, FetchGoesFirst(self._computes))
         self._recomputed = Recomputed(windows.page_sizes)
-        self.audits = Audits(config, windows, states, ranks)
+        self.audits = Audits(config, windows, states, left, ranks)
 
     def bind(self, manager: "KVCacheManager") -> None:
         self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
@@ -120,7 +158,8 @@ class Fetching(Part):
             watch: it waits without pages until its KV begins to arrive.
         """
         assert params.remote_request_id is not None
-        tokens = min(self.tokens(request, params), request.num_prompt_tokens - 1)
+        wanted = request.num_prompt_tokens - max(1, self._left)  # the others are computed here
+        tokens = min(self.tokens(request, params), max(0, wanted))
         stage = Stage.WATCHED if watch else Stage.HELD
         self._fetches[request.request_id] = Fetch(
             params.remote_request_id, *identity, peers, params.wait, tokens, stage
@@ -128,10 +167,10 @@ class Fetching(Part):
 
     def tokens(self, request: "Request", params: TransferParams) -> int:
         """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
-        appended its first token. A producer of states leaves the prompt's last token to its consumer."""
+        appended its first token. A producer may leave the prompt's last tokens to its consumer."""
         if params.remote_num_tokens is not None:
             return params.remote_num_tokens
-        return int(request.num_prompt_tokens) - (1 if self._states else 0)
+        return max(0, int(request.num_prompt_tokens) - self._left)
 
     def queued(self, request: "Request") -> None:
         self._uncomputable.add(request)
@@ -147,7 +186,7 @@ class Fetching(Part):
             return None
         if fetch is None or not fetches:
             if fetch is not None and fetch.failed and request_id not in self._uncomputable:
-                self._recomputed.asked(request, fetch)
+                self._recomputed.looks_for_room(request, fetch)
             return 0
         fetch.computed_tokens = computed
         missing = fetch.tokens - computed
@@ -194,7 +233,7 @@ class Fetching(Part):
         return [Drop(request.request_id, Cause.NOT_NEEDED)]
 
     def _computes(self, request_id: str) -> bool:
-        """Whether a request waits for its KV, or is computed here to compare it, or before its producer may be trusted."""
+        """Whether a request waits for its KV, or is computed here: to compare it, or because its producer is not trusted yet."""
         fetch = self._fetches.get(request_id)
         return fetch is not None and fetch.stage is not Stage.OVER
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts that an engine computes for others: what their consumers are told, and when pages are kept for them."""
+"""The prompts that an engine computes for consumers: the offers of their KV, and how long their pages are kept."""
 
 import json
 from pathlib import Path
@@ -32,10 +32,10 @@ class Offers(Part):
 
     Args:
         windows: page sizes and windows of the engine's page tables.
-        states: which of them list states.
+        states: the page tables that list states.
         status: says whether a request's KV may be handed over.
-        model: that the ranks have loaded.
-        address: this engine's address, as proxies are told it.
+        model: the model that the ranks have loaded.
+        address: this engine's address, as proxies get it.
         streams: whether KV is sent while its prompt is computed.
     """
 
@@ -53,7 +53,8 @@ class Offers(Part):
         self.address = address
         self._model = model
         self._windows, self._states = windows, states
-        self._known: dict[str, tuple[str, bytes]] = {}  # transfer and identity by request
+        # By request: transfer, identity, and whether what it samples is the answer's first token.
+        self._transfers: dict[str, tuple[str, bytes, bool]] = {}
         self._describes: set[str] = set()
         # Requests whose states at a boundary will be kept for audits, and until when.
         self._keeps: dict[str, Request] = {}
@@ -66,7 +67,7 @@ class Offers(Part):
     @property
     def expected(self) -> bool:
         """Whether a request that has not ended is to be offered."""
-        return bool(self._known)
+        return bool(self._transfers)
 
     def publish(self, file: Path) -> None:
         """Write this engine's address into a file.
@@ -86,9 +87,15 @@ class Offers(Part):
         """A request has come that only asks what this engine is, and for the addresses of its ranks."""
         self._describes.add(request.request_id)
 
-    def add(self, request: "Request", transfer: str, identity: bytes) -> Command:
-        """A request has come, and another engine wants its KV. Returns a command for the agents."""
-        self._known[request.request_id] = transfer, identity
+    def add(
+        self, request: "Request", transfer: str, identity: bytes, *, chooses_first: bool
+    ) -> Command:
+        """A request has come, and another engine wants its KV. Returns a command for the agents.
+
+        Args:
+            chooses_first: the prompt is whole, so the token that follows it is the first of the answer.
+        """
+        self._transfers[request.request_id] = transfer, identity, chooses_first
         if self._states.boundary(request.num_prompt_tokens):
             self._keeps[request.request_id] = request
         if self._streaming:
@@ -96,13 +103,13 @@ class Offers(Part):
         return Expect(transfer)
 
     def weights_changed(self) -> list[Command]:
-        known, self._known = self._known, {}
+        withdrawn, self._transfers = self._transfers, {}
         for request_id in list(self._keeps):
             self._keeps.pop(request_id)
             self._held.release(request_id)
-        for request_id in known if self._streaming else ():
+        for request_id in withdrawn if self._streaming else ():
             self._streaming.discard(request_id)  # type: ignore[union-attr]
-        return [Withdraw(transfer, request) for request, (transfer, _) in known.items()]
+        return [Withdraw(transfer, request) for request, (transfer, *_) in withdrawn.items()]
 
     def step(self, output: "SchedulerOutput", commands: StepCommands) -> None:
         for request_id in output.preempted_req_ids or () if self._keeps else ():
@@ -121,16 +128,16 @@ class Offers(Part):
         request_id = request.request_id
         if request_id in self._describes:
             self._describes.discard(request_id)
-            told = about.written(self._model.facts)
-            return Ended(False, transfer_params.description(self.address, told))
-        if request_id not in self._known:
+            description = about.written(self._model.facts)
+            return Ended(False, transfer_params.description(self.address, description))
+        if request_id not in self._transfers:
             return Ended(False, None)
-        transfer, identity = self._known.pop(request_id)
+        transfer, identity, chooses_first = self._transfers.pop(request_id)
         self._keeps.pop(request_id, None)
         if self._streaming:
             self._streaming.discard(request_id)
         tokens = request.num_prompt_tokens
-        wanted = [pages_for(tokens, size) for size in self._windows.page_sizes]
+        needed = [pages_for(tokens, size) for size in self._windows.page_sizes]
         computed = request.num_computed_tokens
         complete = request.status in COMPLETE and computed >= tokens
         if self._states:  # a state that has gone on stands for other tokens
@@ -138,11 +145,11 @@ class Offers(Part):
         if (
             self._status.problem(request, Use.OFFER)
             or not complete
-            or any(len(a) < b for a, b in zip(pages, wanted, strict=True))
+            or any(len(a) < b for a, b in zip(pages, needed, strict=True))
         ):
             self._held.release(request_id)
             return Ended(False, None, (Withdraw(transfer, request_id),))
-        kept = [table[:count] for table, count in zip(pages, wanted, strict=True)]
+        kept = [table[:count] for table, count in zip(pages, needed, strict=True)]
         offered = self._states.only(kept, tokens)
         boundary = 0
         if held := self._held.pages(request_id):
@@ -156,8 +163,7 @@ class Offers(Part):
             prompt_tokens=tokens,
             tokens=tokens,
             final=True,
-            # What it has sampled does not follow a prompt whose last token was left to the consumer.
-            final_token=None if self._states else _final_token(request, transfer, identity),
+            final_token=_final_token(request, transfer, identity) if chooses_first else None,
             state_token=tokens if self._states else 0,
             boundary_token=boundary,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler knows of running prefills: which part of their KV is computed, step by step."""
+"""Running prefills in the scheduler: the part of their KV that is computed after each step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,11 +75,11 @@ class Streaming:
             if prompt.computed >= prompt.tokens:  # it decodes here; its whole prompt is on offer
                 commands += self._take_back(request_id, prompt, computed)
                 continue
-            found = computed if prompt.computed or _all_computed_before(output) else 0
+            before = computed if prompt.computed or _all_computed_before(output) else 0
             prompt.computed = min(
                 prompt.tokens, computed + output.num_scheduled_tokens.get(request_id, 0)
             )
-            commands.append(self._offer(request_id, prompt, min(found, prompt.tokens)))
+            commands.append(self._offer(request_id, prompt, min(before, prompt.tokens)))
             prefills.append(Prefill(prompt.transfer, request_id, prompt.computed))
         return commands, prefills
 
@@ -117,12 +117,12 @@ class Streaming:
 
 
 def scheduled(
-    output: "SchedulerOutput", known: Mapping[str, _HasPages]
+    output: "SchedulerOutput", requests: Mapping[str, _HasPages]
 ) -> Iterator[tuple[str, int]]:
-    """The requests of `known` that this step computes, each with its tokens computed before. Updates their page
-    tables."""
+    """Those of `requests` that this step computes, each with the number of its tokens that were computed before. Updates
+    their page tables."""
     for new in output.scheduled_new_reqs:
-        request = known.get(new.req_id)
+        request = requests.get(new.req_id)
         if request is not None:
             request.pages = [list(table) for table in new.block_ids]
             yield new.req_id, new.num_computed_tokens
@@ -130,7 +130,7 @@ def scheduled(
     for request_id, tables, computed in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
-        request = known.get(request_id)
+        request = requests.get(request_id)
         if request is None:
             continue
         if request_id in cached.resumed_req_ids:

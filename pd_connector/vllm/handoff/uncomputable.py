@@ -27,7 +27,7 @@ class Uncomputable:
     def __init__(self, *, encoded_elsewhere: bool) -> None:
         self._encoded_elsewhere = encoded_elsewhere
         self._needed: dict[str, int] = {}  # tokens whose KV must be here first
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._needed
@@ -48,8 +48,8 @@ class Uncomputable:
         """
         if tokens >= self._needed.get(request_id, 0):
             return False
-        if request_id not in self._told:
-            self._told.add(request_id)
+        if request_id not in self._logged:
+            self._logged.add(request_id)
             logger.warning(
                 "request %s: it came without the content of its images, and no prefill engine sent its KV: "
                 "it waits until its client gives up (config key on_failure: fail ends it)",
@@ -60,7 +60,7 @@ class Uncomputable:
     def discard(self, request_id: str) -> None:
         """A request has ended."""
         self._needed.pop(request_id, None)
-        self._told.discard(request_id)
+        self._logged.discard(request_id)
 
 
 def _read_caches(request: "Request") -> None:
@@ -74,8 +74,8 @@ def _read_caches(request: "Request") -> None:
         return
     request.skip_reading_prefix_cache = False
     if request.sampling_params is not None:
-        asked = request.sampling_params = request.sampling_params.clone()
-        asked.prompt_logprobs = asked.prompt_logprob_token_ids = None
+        params = request.sampling_params = request.sampling_params.clone()
+        params.prompt_logprobs = params.prompt_logprob_token_ids = None
 
 
 def _is_bare(data: Mapping[str, Any] | None) -> bool:

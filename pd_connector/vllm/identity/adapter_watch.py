@@ -31,11 +31,11 @@ def watch(adapters: Adapters) -> None:
 
 
 def _by_content(original: Callable[[Any], list[Any]], request: Any) -> list[Any]:
-    found = original(request)
-    if not found:
-        return found
-    told = sorted({adapters.pages(request) for adapters in list(_watching)})
-    return [(*key[:-1], " ".join((key[-1], *told))) for key in found]
+    keys = original(request)
+    if not keys:
+        return keys
+    contents = sorted({adapters.pages(request) for adapters in list(_watching)})
+    return [(*key[:-1], " ".join((key[-1], *contents))) for key in keys]
 
 
 def _loads(original: Callable[..., bool], core: Any, lora_request: Any) -> bool:

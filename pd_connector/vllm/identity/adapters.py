@@ -14,24 +14,92 @@ request that comes while requests of the replaced adapter are here may be comput
 """
 
 import logging
+import os
 import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pd_connector.vllm.identity.adapter_files import (
-    AdapterFiles,
-    LoadedAdapter,
-    loads_in_place,
-    number_and_path,
-    read_adapter,
-    read_files,
-    untouched,
-)
+from pd_connector.kv.checkpoint_files import FileState, links
+from pd_connector.kv.identity import adapter_files, adapter_fingerprint
+from pd_connector.vllm.identity.config_files import in_cache
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+class AdapterFiles(NamedTuple):
+    """An adapter's files as they were read."""
+
+    fingerprint: str
+    folder: Path
+    states: dict[Path, FileState]  # and of the links that lead to them
+
+
+class LoadedAdapter(NamedTuple):
+    """An adapter that a client had vLLM load."""
+
+    path: str
+    files: AdapterFiles | None  # None where they could not be read
+    problem: str = ""  # why its content is not known
+    reading: int = 0  # a new number whenever its files may have changed
+
+
+def number_and_path(lora: Any) -> tuple[int, str]:
+    """vLLM's number of an adapter, and the folder or repository that vLLM reads it from."""
+    return int(lora.lora_int_id), str(lora.lora_path)
+
+
+def loads_in_place(lora: Any) -> bool:
+    """Whether vLLM rereads an adapter's files for every step that needs it."""
+    return bool(getattr(lora, "load_inplace", False))
+
+
+def read_adapter(path: str) -> LoadedAdapter:
+    """An adapter as its files are now; with `problem` if they cannot be read."""
+    try:
+        return LoadedAdapter(path, read_files(path))
+    except OSError as error:
+        return LoadedAdapter(path, None, str(error))
+
+
+def read_files(path: str) -> AdapterFiles:
+    """Raises OSError: there are no weights of an adapter, or they cannot be read."""
+    folder = _folder(path)
+    states = _states(folder)
+    files = AdapterFiles(adapter_fingerprint(folder), folder, states)
+    if _states(folder) != states:
+        raise OSError(f"{path} has changed while it was read; load the adapter again")
+    return files
+
+
+def _folder(path: str) -> Path:
+    """The folder from which vLLM would read an adapter now."""
+    local = Path(os.path.expanduser(path))  # Path's own raises if the user does not exist
+    return local if local.is_dir() else in_cache(path, None) or local
+
+
+def _states(folder: Path) -> dict[Path, FileState]:
+    """States of an adapter's files, and of the links that lead to them: a link may be switched to another adapter and
+    back while vLLM reads. Raises OSError if there are no weights of an adapter."""
+    states: dict[Path, FileState] = {}
+    for file in adapter_files(folder):
+        states |= links(file)
+        states[file] = FileState.of(file.stat())
+    return states
+
+
+def untouched(loaded: LoadedAdapter) -> bool:
+    """Whether the files still have the content that was loaded. Removed files count as untouched: vLLM cannot reread them."""
+    if loaded.files is None or _folder(loaded.path) != loaded.files.folder:
+        return False
+    try:
+        return _states(loaded.files.folder) == loaded.files.states
+    except OSError:
+        return True
+
 
 logger = logging.getLogger("pd_connector.vllm")
 
@@ -99,7 +167,7 @@ class Adapters:
         return self._use(request).pages
 
     def unchanged(self, request: "Request") -> bool:
-        """Whether everything computed for a request was computed with the adapter that `name` returned."""
+        """Whether all KV of a request was computed with the adapter that `name` returned."""
         return not request.lora_request or (
             not self._use(request).problem and not self.replaced(request)
         )
@@ -115,12 +183,12 @@ class Adapters:
         use, lora = self._use(request), request.lora_request
         number, path = number_and_path(lora)
         with self._lock:
-            known = self._loaded.get(number)
-            if known is None or known.path != path:
+            loaded = self._loaded.get(number)
+            if loaded is None or loaded.path != path:
                 return True
             if look or time.monotonic() >= self._seen.get(number, 0.0) + _SEEN_S:
-                known = self._refresh(number, known, in_place=loads_in_place(lora))
-        return known.reading != use.reading
+                loaded = self._refresh(number, loaded, in_place=loads_in_place(lora))
+        return loaded.reading != use.reading
 
     def finished(self, request: "Request") -> None:
         """A request has ended: no step loads its adapter any more."""
@@ -152,9 +220,9 @@ class Adapters:
         """
         number, path = number_and_path(lora)
         with self._lock:
-            for other, known in list(self._loaded.items()):
-                if known.path == path:
-                    self._refresh(other, known)
+            for other, there in list(self._loaded.items()):
+                if there.path == path:
+                    self._refresh(other, there)
             replaced = self._loaded.get(number)
             if replaced is not None and not loads_in_place(lora):
                 return  # vLLM had it already
@@ -169,20 +237,20 @@ class Adapters:
             self._note(number, loaded)
 
     def load_failed(self, lora: Any) -> None:
-        """vLLM could not load an adapter; some ranks may have loaded it. If it was to replace another one, neither is
-        believed."""
+        """vLLM could not load an adapter; some ranks may have loaded it. If it was to replace another adapter, neither of the
+        two is trusted."""
         number, path = number_and_path(lora)
         with self._lock:
-            if known := self._loaded.get(number):
+            if loaded := self._loaded.get(number):
                 problem = f"its load from {path} has failed; load it again"
-                self._replaced(number, known, problem)
+                self._replaced(number, loaded, problem)
 
     def remove(self, number: int) -> None:
         """vLLM has removed an adapter; its number may be given to another one."""
         with self._lock:
-            known = self._loaded.pop(number, None)
-            if known is not None and known.files is not None:
-                self._doubt(known.files)
+            removed = self._loaded.pop(number, None)
+            if removed is not None and removed.files is not None:
+                self._doubt(removed.files)
 
     def _use(self, request: "Request") -> _Use:
         uses = vars(request).setdefault(_USES, {})
@@ -213,31 +281,31 @@ class Adapters:
             return _Use("", "", pages, problem, loaded.reading)
         content = loaded.files.fingerprint
         layout = "3d" if getattr(lora, "is_3d_lora_weight", False) else ""
-        told = " ".join(part for part in (content, layout, self._settings) if part)
-        pages = f"{told}.{self._doubts.get(content, 0)}"
-        return _Use(f"{lora.lora_name} {told}", told, pages, "", loaded.reading)
+        described = " ".join(part for part in (content, layout, self._settings) if part)
+        pages = f"{described}.{self._doubts.get(content, 0)}"
+        return _Use(f"{lora.lora_name} {described}", described, pages, "", loaded.reading)
 
     def _look(self, lora: Any) -> LoadedAdapter:
         """An adapter as it is now."""
         (number, path), in_place = number_and_path(lora), loads_in_place(lora)
-        known = self._loaded.get(number)
-        if known is None or (in_place and (known.path != path or known.problem)):
+        loaded = self._loaded.get(number)
+        if loaded is None or (in_place and (loaded.path != path or loaded.problem)):
             return self._note(number, read_adapter(path))
-        if known.path != path:
+        if loaded.path != path:
             problem = (
-                f"adapter {number} is loaded from {known.path}: {path} needs a number of its own"
+                f"adapter {number} is loaded from {loaded.path}: {path} needs a number of its own"
             )
-            return self._replaced(number, known, problem)
-        return self._refresh(number, known, in_place=in_place)
+            return self._replaced(number, loaded, problem)
+        return self._refresh(number, loaded, in_place=in_place)
 
-    def _replaced(self, number: int, known: LoadedAdapter, problem: str) -> LoadedAdapter:
+    def _replaced(self, number: int, loaded: LoadedAdapter, problem: str) -> LoadedAdapter:
         """vLLM may have another adapter under this number now, or later."""
-        if known.files is not None:
-            self._doubt(known.files)
-        return self._note(number, known._replace(problem=problem))
+        if loaded.files is not None:
+            self._doubt(loaded.files)
+        return self._note(number, loaded._replace(problem=problem))
 
     def _refresh(
-        self, number: int, known: LoadedAdapter, *, in_place: bool = False
+        self, number: int, before: LoadedAdapter, *, in_place: bool = False
     ) -> LoadedAdapter:
         """Check whether the files of an adapter are untouched. If not, its pages may hold KV of either content, and
         are no longer found.
@@ -246,14 +314,14 @@ class Adapters:
             in_place: vLLM rereads the files for every step, and so has their present content.
         """
         self._seen[number] = time.monotonic()
-        if known.problem or untouched(known):
-            return known
-        loaded = read_adapter(known.path)
-        if known.files is not None:
-            self._doubt(known.files)
-            same = loaded.files is not None and loaded.files.fingerprint == known.files.fingerprint
+        if before.problem or untouched(before):
+            return before
+        loaded = read_adapter(before.path)
+        if before.files is not None:
+            self._doubt(before.files)
+            same = loaded.files is not None and loaded.files.fingerprint == before.files.fingerprint
             if not same and not in_place:
-                changed = f"{known.path} has changed since the adapter was loaded; unload the adapter, and load it again"
+                changed = f"{before.path} has changed since the adapter was loaded; unload the adapter, and load it again"
                 loaded = loaded._replace(problem=changed)
         return self._note(number, loaded)
 

@@ -68,8 +68,8 @@ def weights_path(
     if not quantisation:
         folder /= subfolder
         return folder if weight_files(folder) else None
-    found = sorted(folder.rglob(f"*{quantisation}*.gguf"))
-    return found[0] if len(found) == 1 else found[0].parent if found else None
+    files = sorted(folder.rglob(f"*{quantisation}*.gguf"))
+    return files[0] if len(files) == 1 else files[0].parent if files else None
 
 
 def read_config(model: "ModelConfig") -> dict[str, Any]:
@@ -81,14 +81,14 @@ def read_config(model: "ModelConfig") -> dict[str, Any]:
         try:
             text = folder_text(model, places(model)[0])
             if text is not None and text.config is not None:
-                known = dict(text.config)
+                config = dict(text.config)
                 if text.params and _mistrals(text, str(getattr(model, "config_format", "auto"))):
-                    known["params.json"] = text.params
-                return _overridden(known, overrides or {}, model.hf_config)
+                    config["params.json"] = text.params
+                return _overridden(config, overrides or {}, model.hf_config)
         except (OSError, ValueError) as error:
             logger.warning("the config of %s cannot be read: %s", model.model, error)
-    found: dict[str, Any] = model.hf_config.to_dict()
-    return found
+    served: dict[str, Any] = model.hf_config.to_dict()
+    return served
 
 
 def read_processor_files(model: "ModelConfig") -> dict[str, str]:
@@ -109,8 +109,8 @@ def remote_code(model: "ModelConfig", served: Mapping[str, Any]) -> str | None:
     named = served.get("auto_map") or {}
     if not named or not model.trust_remote_code or not by_transformers():
         return None
-    told = [str(each) for each in named.values()]
-    elsewhere = {name.partition("--")[0] for name in told if "--" in name}
+    references = [str(each) for each in named.values()]
+    elsewhere = {name.partition("--")[0] for name in references if "--" in name}
     try:
         own = folder_text(model, model.model)
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def model_files(
         return None
     places = [Place(getattr(model, "model_weights", "") or model.model, model.revision)]
     places += [Place(each.model_or_path, each.revision, each.subfolder or "") for each in others]
-    found: list[CheckpointFiles] = []
+    checkpoints: list[CheckpointFiles] = []
     for place in places:
         files = loaded.get(place)
         if files is None:
@@ -163,8 +163,8 @@ def model_files(
             if files is not None:
                 logger.warning("weights of %s are not known: %s", place.name, files.problem)
             return None
-        found.append(files)
-    return tuple(found)
+        checkpoints.append(files)
+    return tuple(checkpoints)
 
 
 def open_files(path: Path, load: "LoadConfig") -> CheckpointFiles | None:

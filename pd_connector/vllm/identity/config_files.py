@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-_TOLD = "_pd_connector_folders"
+_FOLDERS = "_pd_connector_folders"
 
 
 def watch() -> None:
@@ -42,11 +42,11 @@ def folder_text(model: "ModelConfig", place: str) -> ConfigText | None:
         OSError: a file cannot be read.
         ValueError: a config is not a JSON object, or a file was replaced while vLLM read it.
     """
-    told: dict[str, ConfigText | str | None] = getattr(model, _TOLD, {})
-    if place in told:
-        if isinstance(found := told[place], str):
-            raise ValueError(found)
-        return found
+    folders: dict[str, ConfigText | str | None] = getattr(model, _FOLDERS, {})
+    if place in folders:
+        if isinstance(text := folders[place], str):
+            raise ValueError(text)
+        return text
     folder = folder_of(place, model.revision)  # made where vLLM was not watched
     return None if folder is None else read_config(folder)
 
@@ -66,44 +66,44 @@ def in_cache(repository: str, revision: str | None, download_dir: str | None = N
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             repository, revision=revision, cache_dir=download_dir, local_files_only=True
         )
     except Exception as error:  # no such repository, or not a repository's name, whatever it raises
         logger.debug("%s is not in the cache: %s", repository, error)
         return None
-    return Path(found)
+    return Path(snapshot)
 
 
 def _made(original: Callable[..., None], model: "ModelConfig", *args: Any, **options: Any) -> None:
     with ExitStack() as held:
         before = _opened(model, held)
         original(model, *args, **options)
-        setattr(model, _TOLD, _told(model, before))
+        setattr(model, _FOLDERS, _read(model, before))
 
 
 def _opened(model: "ModelConfig", held: ExitStack) -> dict[str, tuple[Path, ConfigFiles]]:
-    found = {}
+    opened = {}
     for place in set(places(model)):
         try:
             if (folder := folder_of(place, model.revision)) is not None:
-                found[place] = folder, held.enter_context(ConfigFiles(folder))
+                opened[place] = folder, held.enter_context(ConfigFiles(folder))
         except Exception as error:  # must not stop vLLM
             logger.warning("files of %s cannot be looked at: %r", place, error)
-    return found
+    return opened
 
 
-def _told(
+def _read(
     model: "ModelConfig", before: dict[str, tuple[Path, ConfigFiles]]
 ) -> dict[str, ConfigText | str | None]:
     """What the folders say, or why it is not known what they said."""
-    found: dict[str, ConfigText | str | None] = {}
+    texts: dict[str, ConfigText | str | None] = {}
     for place in set(places(model)):
         try:
-            found[place] = _text(folder_of(place, model.revision), before.get(place))
+            texts[place] = _text(folder_of(place, model.revision), before.get(place))
         except Exception as error:  # must not stop vLLM
-            found[place] = str(error) or repr(error)
-    return found
+            texts[place] = str(error) or repr(error)
+    return texts
 
 
 def _text(folder: Path | None, before: tuple[Path, ConfigFiles] | None) -> ConfigText | None:

@@ -23,7 +23,7 @@ def layer_heads(vllm_config: "VllmConfig", layer: str, own: int) -> int:
         own: KV heads that this rank holds.
 
     Raises:
-        UnsupportedGeometryError: its modules do not say it.
+        UnsupportedGeometryError: its modules do not name the number.
     """
     attention = vllm_config.compilation_config.static_forward_context.get(layer)
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)

@@ -33,29 +33,29 @@ encode engine."""
 def adapter_settings(vllm_config: "VllmConfig") -> str:
     """Fingerprint of the engine's settings for adapters that their KV depends on; empty if the settings change
     nothing."""
-    told = vllm_config.lora_config
-    if told is None:
+    settings = vllm_config.lora_config
+    if settings is None:
         return ""
     plain = ("auto", str(vllm_config.model_config.dtype))
-    found = {
-        "target_modules": sorted(told.target_modules or ()),
-        "lora_dtype": "" if str(told.lora_dtype) in plain else str(told.lora_dtype),
-        "enable_tower_connector_lora": getattr(told, "enable_tower_connector_lora", False),
-        "enable_moe_shared_loras": getattr(told, "enable_moe_shared_loras", False),
+    named = {
+        "target_modules": sorted(settings.target_modules or ()),
+        "lora_dtype": "" if str(settings.lora_dtype) in plain else str(settings.lora_dtype),
+        "enable_tower_connector_lora": getattr(settings, "enable_tower_connector_lora", False),
+        "enable_moe_shared_loras": getattr(settings, "enable_moe_shared_loras", False),
     }
-    found = {name: value for name, value in found.items() if value}
-    return _under(found) if found else ""
+    named = {name: value for name, value in named.items() if value}
+    return _under(named) if named else ""
 
 
 def processor_settings(vllm_config: "VllmConfig") -> str:
     """Fingerprint of how the engine processes images and other inputs; empty if it processes none."""
-    told = vllm_config.model_config.multimodal_config
-    if told is None:
+    settings = vllm_config.model_config.multimodal_config
+    if settings is None:
         return ""
     return _under(
         {
-            "mm_processor_kwargs": told.mm_processor_kwargs,
-            "media_io_kwargs": told.media_io_kwargs,
+            "mm_processor_kwargs": settings.mm_processor_kwargs,
+            "media_io_kwargs": settings.media_io_kwargs,
             "files": read_processor_files(vllm_config.model_config),
         }
     )
@@ -66,7 +66,7 @@ def _under(settings: Mapping[str, Any]) -> str:
     return "under " + hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-class _Known(NamedTuple):
+class _Input(NamedTuple):
     """An input that has come."""
 
     content: str
@@ -80,11 +80,11 @@ def _reference(data: object) -> Callable[[], object]:
         return lambda: None
 
 
-def _remember(known: OrderedDict[str, Any], identifier: str, value: object) -> None:
-    known[identifier] = value
-    known.move_to_end(identifier)
-    if len(known) > _MOST_INPUTS:
-        known.popitem(last=False)
+def _remember(inputs: OrderedDict[str, Any], identifier: str, value: object) -> None:
+    inputs[identifier] = value
+    inputs.move_to_end(identifier)
+    if len(inputs) > _MOST_INPUTS:
+        inputs.popitem(last=False)
 
 
 class RequestIdentity:
@@ -101,7 +101,7 @@ class RequestIdentity:
     def __init__(self, settings: str = "", processor: str = "") -> None:
         self.adapters = Adapters(settings)
         self._processor = processor
-        self._inputs: OrderedDict[str, _Known] = OrderedDict()  # by vLLM's identifier
+        self._inputs: OrderedDict[str, _Input] = OrderedDict()  # by vLLM's identifier
         self._ambiguous: OrderedDict[str, None] = OrderedDict()  # identifiers of several inputs
 
     def note(self, request: "Request") -> None:
@@ -115,7 +115,9 @@ class RequestIdentity:
         A client may choose an identifier (`uuid`), also the one that vLLM gives another client's image. vLLM then takes its
         encoder's output, or pages of its prefix cache, for either image. KV of such a request is not handed over or saved.
         """
-        return all(str(one.identifier) not in self._ambiguous for one in request.mm_features or ())
+        return all(
+            str(feature.identifier) not in self._ambiguous for feature in request.mm_features or ()
+        )
 
     def of(self, request: "Request", tokens: int | None = None) -> bytes:
         """Fingerprint of everything that the KV of a request's prompt depends on.
@@ -127,13 +129,17 @@ class RequestIdentity:
             OSError: the content of its adapter is not known.
         """
         assert request.prompt_token_ids is not None
-        known = request.prompt_token_ids
-        if tokens is not None and tokens < len(known):
-            known = known[:tokens]
+        token_ids = request.prompt_token_ids
+        if tokens is not None and tokens < len(token_ids):
+            token_ids = token_ids[:tokens]
         # An input can begin behind the end: at the last token of a prompt that was left to the decode engine.
-        features = [one for one in request.mm_features or () if one.mm_position.offset < len(known)]
+        features = [
+            feature
+            for feature in request.mm_features or ()
+            if feature.mm_position.offset < len(token_ids)
+        ]
         return token_fingerprint(
-            known,
+            token_ids,
             salt=request.cache_salt or "",
             adapter=self.adapters.name(request),
             inputs=[f"{self._input(feature)}@{feature.mm_position.offset}" for feature in features],
@@ -153,21 +159,21 @@ class RequestIdentity:
     def _input(self, feature: Any) -> str:
         """Hash of what the model is given for an image or other input, after the engine's processor. So the
         processor's settings count. The model's path, a part of vLLM's own identifier, does not."""
-        known, data = str(feature.identifier), feature.data
-        before = self._inputs.get(known)
+        identifier, data = str(feature.identifier), feature.data
+        before = self._inputs.get(identifier)
         if before is not None and (is_elsewhere(data) or before.data() is data):
-            self._inputs.move_to_end(known)
+            self._inputs.move_to_end(identifier)
             return before.content
         if is_elsewhere(data):
             # Processed elsewhere, or in shared memory: there is only vLLM's identifier. It does not include
             # the engine's own settings.
-            return f"{feature.modality} {known} {self._processor}".rstrip()
+            return f"{feature.modality} {identifier} {self._processor}".rstrip()
         content = f"{feature.modality} {_content(data)}"
         if elements(data) < LEAST_ELEMENTS:
-            content = f"{content} {known}"
+            content = f"{content} {identifier}"
         if before is not None and before.content != content:
-            _remember(self._ambiguous, known, None)
-        _remember(self._inputs, known, _Known(content, _reference(data)))
+            _remember(self._ambiguous, identifier, None)
+        _remember(self._inputs, identifier, _Input(content, _reference(data)))
         return content
 
 
@@ -198,16 +204,16 @@ def is_elsewhere(data: Mapping[str, Any] | None) -> bool:
 
 def elements(value: object) -> int:
     """Elements of the largest tensor or array within a value."""
-    return max((math.prod(one.shape) for one in _arrays(value)), default=0)
+    return max((math.prod(array.shape) for array in _arrays(value)), default=0)
 
 
 def has_fractions(value: object) -> bool:
     """Whether a value contains a tensor or an array of numbers with fractions."""
     return any(
-        one.is_floating_point()
-        if isinstance(one, torch.Tensor)
-        else np.issubdtype(one.dtype, np.floating)
-        for one in _arrays(value)
+        array.is_floating_point()
+        if isinstance(array, torch.Tensor)
+        else np.issubdtype(array.dtype, np.floating)
+        for array in _arrays(value)
     )
 
 
@@ -216,11 +222,11 @@ def _arrays(value: object) -> "Iterator[torch.Tensor | np.ndarray]":
     if isinstance(value, torch.Tensor | np.ndarray):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _arrays(one)
+        for each in value.values():
+            yield from _arrays(each)
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for one in value:
-            yield from _arrays(one)
+        for each in value:
+            yield from _arrays(each)
     elif hasattr(value, "data"):
         yield from _arrays(value.data)
 

@@ -35,13 +35,13 @@ def identify(names: Sequence[str], drafts: frozenset[str] = frozenset()) -> dict
     [CacheId(number=3, label='model/attention'), CacheId(number=2048, label='draft/attention')]
     """
     own = [name for name in names if name not in drafts]
-    found = _identify("model", {name: index_of(name) for name in own})
+    caches = _identify("model", {name: index_of(name) for name in own})
     indices = {name: index_of(name) for name in names if name in drafts}
     order = sorted(set(indices.values()))
     placed = {name: order.index(index) for name, index in indices.items()}
     for name, (number, label) in _identify("draft", placed).items():
-        found[name] = CacheId(DRAFT_LAYERS + number, label)
-    return found
+        caches[name] = CacheId(DRAFT_LAYERS + number, label)
+    return caches
 
 
 def index_of(name: str) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that the ranks of an engine have loaded, as the scheduler hears of it.
+"""The scheduler's view of the model that the ranks of an engine have loaded.
 
-Ranks tell it with a step. They read all bytes of their weights first, and an idle engine makes no steps. So it is woken for a
-step now and then. A step that is always asked for would keep the engine from being paused, or stopped.
+Ranks report it with a step. They read all bytes of their weights first, and an idle engine makes no steps. So it is woken
+for a step now and then. A permanent request for steps would keep the engine from being paused, or stopped.
 """
 
 import time
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EACH_S = 0.25
 """Time between two steps of an idle engine whose ranks read their weights, in seconds."""
 _OLD_S = 0.1
-"""What ranks told longer ago, in seconds, may have changed: a request waits for their next report, at most as long."""
+"""A report of ranks is out of date after this time, in seconds. A request waits for the next report at most as long."""
 
 
 class LoadedModel(Part):
@@ -32,19 +32,19 @@ class LoadedModel(Part):
         pool: the engine uses a pool, which waits for the ranks' first report.
 
     Attributes:
-        facts: of the first rank, as peers are told them; None: not told yet.
+        facts: the first rank's facts about its model, as peers get them; None: not reported yet.
     """
 
     def __init__(self, ranks: int, *, pool: bool) -> None:
         self._ranks = ranks
-        self._told: dict[int, bytes | None] = {}  # by rank; None: it reads its weights
+        self._reported: dict[int, bytes | None] = {}  # by rank; None: it reads its weights
         self._heard_s = 0.0
         self._timer: Timer | None = None
         self._due = pool  # a step is needed: ranks may have something to tell
         self.facts: ModelFacts | None = None
 
     def introduce(self, facts: ModelFacts | None) -> None:
-        """The engine has started. This is what its first rank had loaded, and knew of it."""
+        """The engine has started. `facts`: what its first rank had loaded by then, as far as it had read it."""
         self.facts = facts
         self._due |= facts is not None and facts.reading
 
@@ -54,30 +54,35 @@ class LoadedModel(Part):
 
     @property
     def root(self) -> bytes:
-        """What all ranks have told; empty where the pool cannot be used."""
-        told = set(self._told.values())
-        known = told.pop() if len(self._told) == self._ranks and len(told) == 1 else None
-        return known or b""
+        """The model that all ranks have reported; empty if the pool cannot be used."""
+        reported = set(self._reported.values())
+        agreed = (
+            reported.pop() if len(self._reported) == self._ranks and len(reported) == 1 else None
+        )
+        return agreed or b""
 
     @property
     def unknown(self) -> bool:
-        """All ranks have told that they will not know their weights."""
-        return len(self._told) == self._ranks and not self._reading and not self.root
+        """Whether all ranks have reported that their weights stay unidentified."""
+        return len(self._reported) == self._ranks and not self._reading and not self.root
 
     @property
     def _reading(self) -> bool:
-        return None in self._told.values()
+        return None in self._reported.values()
 
     def awaited_by(self, prompt: "PoolPrompt") -> bool:
-        """Whether a request waits for the next report, so that it can use the pool: ranks were reading when they reported
-        last, and that was long before vLLM asked about the request. A busy engine has fresh reports."""
+        """Whether a request waits for the next report, so that it can use the pool.
+
+        It does if ranks were reading weights at their last report, and this report was out of date when vLLM first asked
+        about the request. A busy engine has fresh reports.
+        """
         now = time.monotonic()
         prompt.matched_s = prompt.matched_s or now
         late = self._reading and self._heard_s + _OLD_S < prompt.matched_s
         return late and now < prompt.matched_s + _OLD_S
 
     def reported(self, activity: WorkerActivity) -> list[Command]:
-        self._told.update(activity.models)
+        self._reported.update(activity.models)
         self.facts = activity.facts or self.facts
         self._heard_s, self._due = time.monotonic(), False
         if self._reading and self._timer is None:

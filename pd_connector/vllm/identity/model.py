@@ -57,13 +57,13 @@ def model_facts(
     files: Sequence[CheckpointFiles] | None,
     draft: DraftFiles | bytes = b"",
 ) -> ModelFacts:
-    """Everything that peers compare of the model of this rank, as far as it is known before files were read.
+    """The facts about this rank's model that peers compare, as far as they are available before files are read.
 
     Args:
-        caches: of this rank.
-        shard: what it holds of the model.
+        caches: the caches of this rank.
+        shard: the part of the model that it holds.
         loaded: its parameters in memory (`loaded_weights`).
-        files: what they were loaded from (`loaded_files`).
+        files: the files that they were loaded from (`loaded_files`).
         draft: the draft model (`draft_model`).
     """
     model = vllm_config.model_config
@@ -79,7 +79,7 @@ def model_facts(
         served,
         dtype=str(model.dtype),
         quantization=None if "quantization_config" in served else _plain(model.quantization),
-        quantised_online=_told(getattr(model, "quantization_config", None)),
+        quantised_online=_setting(getattr(model, "quantization_config", None)),
         code=remote_code(model, served),
         **_encoder(model),
     )
@@ -98,7 +98,7 @@ def model_facts(
 
 
 def loaded_files(vllm_config: "VllmConfig") -> tuple[CheckpointFiles, ...] | None:
-    """The files that the model was loaded from last; None where they are not known."""
+    """The files of the model's last load; None if they are unknown."""
     load = vllm_config.load_config
     if load.load_format == "dummy":
         return None
@@ -154,18 +154,18 @@ def _plain(quantization: str | None) -> str | None:
     return None if quantization is None else str(quantization).removesuffix("_marlin")
 
 
-def _told(setting: object) -> str | None:
-    """An operator's setting as text; None where there is none."""
+def _setting(setting: object) -> str | None:
+    """An operator's setting as text; None if it is not set."""
     return None if setting is None else str(setting)
 
 
 def _encoder(model: "ModelConfig") -> dict[str, str | None]:
     """What the operator says of the encoder of images and the like that changes what it makes of them."""
-    told = getattr(model, "multimodal_config", None)
-    rate = getattr(told, "video_pruning_rate", None)
-    method = getattr(told, "video_pruning_method", "evs")
+    settings = getattr(model, "multimodal_config", None)
+    rate = getattr(settings, "video_pruning_rate", None)
+    method = getattr(settings, "video_pruning_method", "evs")
     return {
-        "encoder_attention": _told(getattr(told, "mm_encoder_attn_dtype", None)),
+        "encoder_attention": _setting(getattr(settings, "mm_encoder_attn_dtype", None)),
         "video_pruning": f"{rate:g} by {method}" if rate else None,
     }
 
@@ -192,8 +192,8 @@ def draft_model(
     try:
         load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
         files = model_files(draft, load, loaded=LOADS.files)
-        told = {"method": str(speculative.method), "dtype": str(draft.dtype)}
-        config = served_config(read_config(draft), **told).fingerprint
+        serving = {"method": str(speculative.method), "dtype": str(draft.dtype)}
+        config = served_config(read_config(draft), **serving).fingerprint
     except Exception as error:  # a draft model is optional: no error of it stops the engine
         logger.warning("the draft model is not known, so this engine takes no KV: %r", error)
         return b""
@@ -237,7 +237,7 @@ def _layer_facts(
 
 
 def _attention_text(module: torch.nn.Module) -> str:
-    """What a layer attends with, as its kernels are told."""
+    """A layer's scale, soft cap, window and the like, as its attention kernel gets them."""
     impl = getattr(module, "impl", module)
     scale = float(getattr(impl, "scale", getattr(module, "scale", 0.0)) or 0.0)
     cap = float(getattr(impl, "logits_soft_cap", 0.0) or 0.0)
@@ -257,21 +257,21 @@ def _attention_text(module: torch.nn.Module) -> str:
 def _configured_rotation(vllm_config: "VllmConfig", served: Mapping[str, Any]) -> str:
     """What the config says of rotation, where the layer's own module is not known; empty where it
     says nothing."""
-    told = _of_rotation(served)
-    if not told:
+    fields = _of_rotation(served)
+    if not fields:
         return ""
     longest = vllm_config.model_config.max_model_len
-    return json.dumps({**told, "max_model_len": longest}, sort_keys=True, default=str)
+    return json.dumps({**fields, "max_model_len": longest}, sort_keys=True, default=str)
 
 
 def _of_rotation(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a config says of rotation, also in configs within it."""
-    told = {name: config[name] for name in _ROTARY_KEYS if config.get(name) is not None}
+    fields = {name: config[name] for name in _ROTARY_KEYS if config.get(name) is not None}
     for name, value in config.items():
         if (
             name.endswith("_config")
             and isinstance(value, Mapping)
-            and (found := _of_rotation(value))
+            and (inner := _of_rotation(value))
         ):
-            told[name] = found
-    return told
+            fields[name] = inner
+    return fields

@@ -44,34 +44,34 @@ class ModelWatch(WeightsWatch):
         if (model := self.model()) is not None:
             watch_model(model)
 
-    def step(self, *, asked: bool, idle: bool) -> None:
+    def step(self, *, suspected: bool, idle: bool) -> None:
         """A step begins, before its commands are carried out.
 
         Args:
-            asked: weights may have changed since the step before.
+            suspected: weights may have changed since the step before.
             idle: the step computes nothing.
         """
         if self._asleep:
             return
         if self._advertised.unreadable:
             self.tell_memory()
-        if idle and not asked:
+        if idle and not suspected:
             return
         if self._advertised.withdrawn:
             if not self._loading and time.monotonic() >= self._tells_at:
                 self.tell()
             return
-        if asked:
+        if suspected:
             self._next_compare = 0.0
         if self.differ():
             self._advertised.other_weights()
             self.tell()
 
     def change_version(self, version: str) -> None:
-        """The operator has changed the weights while the engine served, and this is their version now.
+        """The operator has changed the weights while the engine served, and names their new version.
 
         Raises:
-            PDConnectorError: the weights have no memory.
+            PDConnectorError: the engine sleeps, so its weights are not in memory.
         """
         if self._asleep:
             raise PDConnectorError(
@@ -86,7 +86,7 @@ class ModelWatch(WeightsWatch):
         self._tells_at = time.monotonic() + (0.0 if over else _SETTLE_S)
 
     def pages_lost(self) -> None:
-        """The cache has lost its content. KV of before is handled as KV of other weights is."""
+        """The cache has lost its content. Earlier KV is handled like KV of other weights."""
         self._advertised.pages_lost()
 
     def model(self) -> torch.nn.Module | None:

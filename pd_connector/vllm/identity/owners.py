@@ -28,12 +28,12 @@ def owners(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The module's parent, then its parent, and so on up to the model. Nothing if `watch` was not called before
     the model was built."""
     seen = {id(module)}
-    while (owner := _owners.get(module)) is not None and (found := owner()) is not None:
-        if id(found) in seen:
+    while (owner := _owners.get(module)) is not None and (above := owner()) is not None:
+        if id(above) in seen:
             return
-        seen.add(id(found))
-        yield found
-        module = found
+        seen.add(id(above))
+        yield above
+        module = above
 
 
 def model_of(module: torch.nn.Module) -> torch.nn.Module | None:

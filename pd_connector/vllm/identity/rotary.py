@@ -19,9 +19,9 @@ def rotation_text(layer: torch.nn.Module) -> str | None:
     """The rotation of a layer's keys. Empty if its block says that it does not rotate (every fourth layer of Llama
     4), None if the block has no known rotation."""
     for owner in _blocks(layer):
-        found = {name: part for name, part in owner.named_children() if is_rotary(part)}
-        if found:
-            return "; ".join(_text(found[name]) for name in sorted(found))
+        rotaries = {name: part for name, part in owner.named_children() if is_rotary(part)}
+        if rotaries:
+            return "; ".join(_text(rotaries[name]) for name in sorted(rotaries))
         if getattr(owner, "rotary_emb", owner) is None:
             return ""
     return None
@@ -70,8 +70,8 @@ def _row_of_frequencies(module: torch.nn.Module) -> Row:
 
     def row(position: int) -> list[float]:
         angles = position * frequencies
-        found: list[float] = (torch.cat([angles.cos(), angles.sin()]) * magnitude).tolist()
-        return found
+        values: list[float] = (torch.cat([angles.cos(), angles.sin()]) * magnitude).tolist()
+        return values
 
     return row
 
@@ -80,18 +80,18 @@ def _made_with(module: torch.nn.Module) -> Made | None:
     """The arguments with which vLLM made the module, from vLLM's own register."""
     from vllm.model_executor.layers import rotary_embedding
 
-    for key, known in getattr(rotary_embedding, "_ROPE_DICT", {}).items():
-        if known is not module:
+    for key, rotary in getattr(rotary_embedding, "_ROPE_DICT", {}).items():
+        if rotary is not module:
             continue
         _, rotary_dim, max_position, is_neox_style, parameters, dual_chunk = key[:6]
-        told = dict(parameters or ())
+        defining = dict(parameters or ())
         if dual_chunk is not None:
-            told |= {"rope_type": "dual_chunk", "dual_chunk": dict(dual_chunk)}
-        if told.get("rope_type") == "yarn" and hasattr(module, "cache_max_position_num"):
+            defining |= {"rope_type": "dual_chunk", "dual_chunk": dict(dual_chunk)}
+        if defining.get("rope_type") == "yarn" and hasattr(module, "cache_max_position_num"):
             # vLLM's multimodal YaRN stretches from the number of positions in its table.
-            told["original_max_position_embeddings"] = module.cache_max_position_num
+            defining["original_max_position_embeddings"] = module.cache_max_position_num
         long = bool(getattr(module, "use_long_rope", False))
-        return Made(told, int(rotary_dim), not is_neox_style, int(max_position), long)
+        return Made(defining, int(rotary_dim), not is_neox_style, int(max_position), long)
     return None
 
 

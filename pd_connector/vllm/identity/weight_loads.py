@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches vLLM's loads of weights at the moment they happen.
 
-vLLM tells a connector nothing of them. So its loaders are watched: each file that they read is opened here as well, and
+vLLM does not report loads to a connector. So its loaders are watched: each file that they read is opened here as well, and
 read through that handle. The worker's methods that change weights in place are watched, too, and the model's own
 `load_weights`, which trainers call.
 """
@@ -37,7 +37,7 @@ _CHANGES: tuple[tuple[str, dict[str, bool]], ...] = (
     ("update_weights", {}),
     ("finish_weight_update", {"ends": True}),
 )
-"""Methods of vLLM's worker that change its weights, and what is told of each (`WeightLoads.change`). Between beginning and
+"""Methods of vLLM's worker that change its weights, each with its arguments of `WeightLoads.change`. Between beginning and
 end, weights are neither old nor new."""
 
 
@@ -124,13 +124,17 @@ def _loads(
 
 def _prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: Any) -> Any:
     """The loader finds or downloads the files, and reads them next."""
-    found = original(loader, *args, **options)
+    prepared = original(loader, *args, **options)
     with _quiet("the files that are loaded"):
-        told = inspect.signature(original).bind(loader, *args, **options).arguments
-        place = Place(told["model_name_or_path"], told.get("revision"), told.get("subfolder") or "")
-        if (folder := _folder(found)) is not None:
+        arguments = inspect.signature(original).bind(loader, *args, **options).arguments
+        place = Place(
+            arguments["model_name_or_path"],
+            arguments.get("revision"),
+            arguments.get("subfolder") or "",
+        )
+        if (folder := _folder(prepared)) is not None:
             LOADS.begin(place, open_files(folder, loader.load_config))
-    return found
+    return prepared
 
 
 def _used() -> bool:
@@ -153,9 +157,9 @@ def _folder(prepared: Any) -> Path | None:
 def _watch_workers() -> None:
     module = sys.modules.get(_WORKER)
     for worker in with_subclasses(module.WorkerBase) if module is not None else ():
-        for name, told in _CHANGES:
+        for name, facts in _CHANGES:
             if hasattr(worker, name):
-                wrap_once(worker, name, _changes(**told))
+                wrap_once(worker, name, _changes(**facts))
         for name, around in (("sleep", _sleeps), ("wake_up", _wakes)):
             if hasattr(worker, name):
                 wrap_once(worker, name, around)
@@ -175,9 +179,9 @@ def _wakes(
     return woken
 
 
-def _changes(**told: bool) -> Callable[..., Any]:
+def _changes(**facts: bool) -> Callable[..., Any]:
     def changes(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        with LOADS.change(**told):
+        with LOADS.change(**facts):
             return original(*args, **options)
 
     return changes

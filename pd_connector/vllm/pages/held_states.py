@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class HeldStates:
-    """Pages with one more reference, by request. Used by the scheduler's thread only.
+    """Pages of states that stay allocated after their request, because this object holds a reference. Used by the
+    scheduler's thread only.
 
     Args:
         states: the engine's tables of states.

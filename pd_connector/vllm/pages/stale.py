@@ -41,8 +41,8 @@ class StalePages(PageRule):
         self._evict, self._pages = pool.evict_blocks, pool.num_gpu_blocks
         cache = coordinator.cache_blocks
 
-        def cache_blocks(request: "Request", *args: Any, **told: Any) -> None:
-            cache(request, *args, **told)
+        def cache_blocks(request: "Request", *args: Any, **options: Any) -> None:
+            cache(request, *args, **options)
             if request.request_id in self._mixed:
                 tables = manager.get_block_ids(request.request_id)
                 self._evict({page for table in tables for page in table})
@@ -59,8 +59,8 @@ class StalePages(PageRule):
 
     def distrusted(self, gauges: Mapping[int, Mapping[str, float]]) -> None:
         """Record how many producers each rank distrusts. KV that such a producer sent earlier is as wrong."""
-        for rank, told in gauges.items():
-            producers = told.get("distrusted_producers", 0.0)
+        for rank, values in gauges.items():
+            producers = values.get("distrusted_producers", 0.0)
             if producers > self._distrusted.get(rank, 0.0):
                 self._evict_all()
             self._distrusted[rank] = producers

@@ -24,7 +24,7 @@ class StaleAdapterPages(PageRule):
     Args:
         adapters: what is known of the engine's adapters.
         uncomputable: requests that cannot be computed here. They wait.
-        given_up: told of each request whose loaded KV is not used.
+        given_up: called with each request whose loaded KV is not used.
     """
 
     cause = "adapter"
@@ -54,8 +54,10 @@ class StaleAdapterPages(PageRule):
                 request.skip_reading_prefix_cache = True
             return False
 
-        def allocate_slots(request: "Request", *args: Any, **told: Any) -> "KVCacheBlocks | None":
-            begins = not told.get("delay_cache_blocks")  # otherwise pages for a load
+        def allocate_slots(
+            request: "Request", *args: Any, **options: Any
+        ) -> "KVCacheBlocks | None":
+            begins = not options.get("delay_cache_blocks")  # otherwise pages for a load
             loaded = request.num_computed_tokens and request.request_id in self._loaded
             if begins and loaded and self._adapters.replaced(request):
                 self._loaded.discard(request.request_id)
@@ -63,7 +65,7 @@ class StaleAdapterPages(PageRule):
                 manager.free(request)
                 request.num_computed_tokens = 0
                 return None  # vLLM looks at it again in the next step
-            new: KVCacheBlocks | None = allocate(request, *args, **told)
+            new: KVCacheBlocks | None = allocate(request, *args, **options)
             if new is not None:
                 (self._loaded.discard if begins else self._loaded.add)(request.request_id)
             return new

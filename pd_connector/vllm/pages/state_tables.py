@@ -11,7 +11,7 @@ class StateTables:
 
     Args:
         page_sizes: for each page table, 0 if it lists KV; else the tokens after which vLLM keeps a state in a page of
-            its own, or None if a request's first page holds its state at any position (`mamba_cache_mode` none).
+            its own, or None if a request's first page holds its state at any position (`mamba_cache_mode` none, rings).
         drops_last: whether vLLM keeps a prompt's states one page earlier, since it does not reuse the last page of a prompt
             that its draft model has seen (`use_eagle_block_drop`: EAGLE, MTP, DFlash, DSpark).
     """
@@ -81,10 +81,12 @@ NO_STATES = StateTables(())
 
 
 def _page_size(spec: Any) -> int | None:
-    from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec, UniformTypeKVCacheSpecs
 
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
+    if isinstance(spec, CircularBufferSpec):
+        return None
     if not isinstance(spec, MambaSpec):
         return 0
     return None if spec.mamba_cache_mode == "none" else int(spec.block_size)

@@ -49,11 +49,20 @@ class UnverifiedPages(PageRule):
                 self._pages.difference_update(block.block_id for block in handed_out)
             return handed_out
 
-        def allocate_slots(request: "Request", *args: Any, **told: Any) -> "KVCacheBlocks | None":
-            new: KVCacheBlocks | None = allocate(request, *args, **told)
-            if "num_external_computed_tokens" in told:  # it was waiting
-                external, before = told["num_external_computed_tokens"], "num_new_computed_tokens"
-                self._admitted = external, told.get(before, 0), told.get("new_computed_blocks")
+        def allocate_slots(
+            request: "Request", *args: Any, **options: Any
+        ) -> "KVCacheBlocks | None":
+            new: KVCacheBlocks | None = allocate(request, *args, **options)
+            if "num_external_computed_tokens" in options:  # it was waiting
+                external, before = (
+                    options["num_external_computed_tokens"],
+                    "num_new_computed_tokens",
+                )
+                self._admitted = (
+                    external,
+                    options.get(before, 0),
+                    options.get("new_computed_blocks"),
+                )
             elif new is not None and request.request_id in self._requests:
                 self._add(new.get_block_ids(), 0)
             return new
@@ -62,11 +71,11 @@ class UnverifiedPages(PageRule):
         manager.allocate_slots = allocate_slots
 
     def admitted(self, request: "Request", blocks: "KVCacheBlocks", own_tokens: int) -> None:
-        (external, before, found), self._admitted = self._admitted, (0, 0, None)
+        (external, before, cached), self._admitted = self._admitted, (0, 0, None)
         firsts = [before] if external and not own_tokens else []
         if self._pages:
             firsts += self._firsts(blocks.get_block_ids())
-            firsts += self._firsts(found.get_block_ids()) if found else []
+            firsts += self._firsts(cached.get_block_ids()) if cached else []
         if not firsts:
             self._requests.discard(request.request_id)
             return

@@ -58,7 +58,7 @@ def _recomputes(own: Callable[[PoolLoads], set[Any]]) -> Callable[..., set[str]]
     def handle(
         original: Callable[..., set[str]], scheduler: Any, failed: set[Any], *args: Any
     ) -> set[str]:
-        mine = {one for loads in list(_watching) for one in own(loads)} & set(failed)
+        mine = {load for loads in list(_watching) for load in own(loads)} & set(failed)
         if scheduler.recompute_kv_load_failures or not mine:
             return original(scheduler, failed, *args)
         scheduler.recompute_kv_load_failures = True

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells other routers which blocks of this engine's prompts the host's pool has: vLLM's KV events, of medium CPU or STORAGE.
+"""Reports to other routers which blocks of this engine's prompts the host's pool has: vLLM's KV events, of medium CPU or
+STORAGE.
 
-The names of blocks are vLLM's own, so a router that knows a block in the engine's cache knows it in the pool. An engine tells
-of prompts that it has served itself. Our router asks for the whole journal instead (`GET /pd/pool`).
+The names of blocks are vLLM's own, so a router that knows a block in the engine's cache knows it in the pool. An engine
+reports the prompts that it has served itself. Our router asks for the whole journal instead (`GET /pd/pool`).
 """
 
 import logging
@@ -34,18 +35,18 @@ logger = logging.getLogger("pd_connector.vllm")
 
 _LOOKS_EVERY_S = 0.5
 _MOST_CHUNKS = 1 << 14
-"""Chunks that an engine tells of. The one that it served longest ago is forgotten first, which is told as its removal."""
+"""Most chunks that an engine has advertised. The least recently served chunk is forgotten first, and reported as removed."""
 
 _ANEW = b"", ""
 """The journal was rebuilt: what is gone is not in it."""
 
 
-class _Told(NamedTuple):
-    """A chunk of which an engine tells.
+class _Chunk(NamedTuple):
+    """An advertised chunk.
 
     Attributes:
         stored: the event of its blocks, for any medium.
-        tier: of which routers know; empty for none.
+        tier: the tier that routers know; empty for none.
     """
 
     stored: BlockStored
@@ -62,31 +63,31 @@ class PoolEvents:
     def __init__(self, store: Store, page_size: int) -> None:
         self._store = store
         self._page_size = page_size
-        self._told: OrderedDict[bytes, _Told] = OrderedDict()
-        self._asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._advertised: OrderedDict[bytes, _Chunk] = OrderedDict()
+        self._queries: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[tuple[bytes, str]] = queue.SimpleQueue()  # key, tier
         self._events: list[KVCacheEvent] = []
-        self._wanted: list[bytes] = []  # asked for, and still to be found
+        self._open_queries: list[bytes] = []  # asked for, and still to be found
         self._after, self._began = 0, False  # the place in the journal
         self._ends = threading.Event()
         threading.Thread(target=self._follow, name="pd-pool-events", daemon=True).start()
 
     @property
     def pending(self) -> bool:
-        """Whether `take` has something to tell."""
+        """Whether `take` may return events."""
         return bool(self._events) or not self._places.empty()
 
     def served(self, prompt: PoolPrompt, chunks: range) -> None:
         """The engine has the KV of these chunks of a prompt; they are in the pool, or may come there."""
         for number in chunks:
             key = prompt.keys[number + 1]
-            if key in self._told:
-                self._told.move_to_end(key)
+            if key in self._advertised:
+                self._advertised.move_to_end(key)
             elif stored := self._stored(prompt, number):
-                self._told[key] = _Told(stored, "")
-                self._asked.put(key)
-        while len(self._told) > _MOST_CHUNKS:
-            _, forgotten = self._told.popitem(last=False)
+                self._advertised[key] = _Chunk(stored, "")
+                self._queries.put(key)
+        while len(self._advertised) > _MOST_CHUNKS:
+            _, forgotten = self._advertised.popitem(last=False)
             self._move(forgotten, "")
 
     def take(self) -> Iterator[KVCacheEvent]:
@@ -94,11 +95,11 @@ class PoolEvents:
         while not self._places.empty():
             key, tier = place = self._places.get()
             if place == _ANEW:
-                for known in self._told:
-                    self._asked.put(known)
-            elif (told := self._told.get(key)) and told.tier != tier:
-                self._move(told, tier)
-                self._told[key] = told._replace(tier=tier)
+                for listed in self._advertised:
+                    self._queries.put(listed)
+            elif (chunk := self._advertised.get(key)) and chunk.tier != tier:
+                self._move(chunk, tier)
+                self._advertised[key] = chunk._replace(tier=tier)
         events, self._events = self._events, []
         yield from events
 
@@ -106,13 +107,13 @@ class PoolEvents:
         """End the thread."""
         self._ends.set()
 
-    def _move(self, told: _Told, tier: str) -> None:
-        stored = told.stored
-        if told.tier:
+    def _move(self, chunk: _Chunk, tier: str) -> None:
+        stored = chunk.stored
+        if chunk.tier:
             self._events.append(
                 BlockRemoved(
                     block_hashes=stored.block_hashes,
-                    medium=_medium(told.tier),
+                    medium=_medium(chunk.tier),
                     group_idx=stored.group_idx,
                     locality=stored.locality,
                     ownership=stored.ownership,
@@ -128,7 +129,7 @@ class PoolEvents:
         first, stop = number * CHUNK_TOKENS // size, (number + 1) * CHUNK_TOKENS // size
         if first == stop or stop > len(request.block_hashes):
             return None
-        names = [maybe_convert_block_hash(one) for one in request.block_hashes[first:stop]]
+        names = [maybe_convert_block_hash(name) for name in request.block_hashes[first:stop]]
         parent = maybe_convert_block_hash(request.block_hashes[first - 1]) if first else None
         extra, inputs = [], 0
         for block in range(first, stop):
@@ -164,11 +165,11 @@ class PoolEvents:
 
     def _look(self) -> None:
         """Read what is new in the journal, and find all that was asked for. A chunk is in the journal a moment before it is
-        found, so what the journal says now counts, too. Indexes of routers chain blocks by their parents, so a chunk that
-        came while later ones were looked for is told before them."""
-        while not self._asked.empty():
-            self._wanted.append(self._asked.get())
-        heard = dict.fromkeys(self._wanted, "")
+        found, so the journal's present content counts, too. Indexes of routers chain blocks by their parents, so a chunk that
+        came during the search for later chunks is reported before them."""
+        while not self._queries.empty():
+            self._open_queries.append(self._queries.get())
+        heard = dict.fromkeys(self._open_queries, "")
         more = True
         while more:
             page = self._store.journal(self._after)
@@ -182,13 +183,13 @@ class PoolEvents:
                     self._places.put((event.key, event.tier))
         self._began = True
         tiers = {key: self._tier(key) for key in heard}
-        for key in self._wanted:
+        for key in self._open_queries:
             self._places.put((key, tiers[key] or self._tier(key) or heard[key]))
-        self._wanted.clear()
+        self._open_queries.clear()
 
     def _tier(self, key: bytes) -> str:
-        (found,) = self._store.find([key])
-        return found.tier if found else ""
+        (hit,) = self._store.find([key])
+        return hit.tier if hit else ""
 
 
 def _medium(tier: str) -> str:

@@ -7,6 +7,7 @@ from pd_connector.errors import Cause, Miss
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.load_breakeven import LoadBreakeven
+from pd_connector.pool.store.base import FAR
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.messages import Cut, earliest
 from pd_connector.vllm.pool.audit import PoolAudit
@@ -19,8 +20,8 @@ class PoolLoads:
 
     Args:
         looks: keeps chunks from being evicted while they are loaded, and has other requests wait for them.
-        audit: told of chunks whose writers are not believed.
-        worth: told how fast loads are.
+        audit: gets the chunks whose writers are not trusted.
+        worth: gets the speeds of loads.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class PoolLoads:
         return {page for pages in self._pages.values() for page in pages}
 
     def begin(self, prompt: PoolPrompt, loading: Loading, fill: Fill) -> None:
-        """The ranks are told to load."""
+        """A load begins: the ranks get a command for it."""
         prompt.loading = loading
         pages = frozenset(page for table in fill.pages for page in table if page >= 0)
         self._pages[fill.request] = pages
@@ -57,8 +58,8 @@ class PoolLoads:
     def broke_off(self, prompt: PoolPrompt, cut: Cut) -> None:
         """A rank could not load all chunks."""
         if prompt.loading is not None:
-            known = {} if prompt.loading.cut is None else {"": prompt.loading.cut}
-            prompt.loading = prompt.loading._replace(cut=earliest(known, {"": cut})[""])
+            before = {} if prompt.loading.cut is None else {"": prompt.loading.cut}
+            prompt.loading = prompt.loading._replace(cut=earliest(before, {"": cut})[""])
 
     def ended(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> int:
         """All ranks have ended a load. Returns the bytes of a chunk if it came as a whole.
@@ -76,12 +77,13 @@ class PoolLoads:
             self._cut(prompt, loading, failed=failed)
             return 0
         seconds = time.monotonic() - loading.began_s
-        nbytes = sum(one.nbytes for one in loading.found)
+        nbytes = sum(hit.nbytes for hit in loading.hits)
         self._telemetry.count("pool_hits", len(loading.keys))
-        tiers = {one.tier for one in loading.found}
+        self._telemetry.count("pool_far_hits", sum(hit.tier == FAR for hit in loading.hits))
+        tiers = {hit.tier for hit in loading.hits}
         if len(tiers) == 1:
             self._breakeven.loaded(tiers.pop(), nbytes, seconds)
-        return nbytes // len(loading.found)
+        return nbytes // len(loading.hits)
 
     def _cut(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> None:
         """A load broke off. Chunks before the bad one count; it is not asked for again."""
@@ -109,7 +111,7 @@ class PoolLoads:
             return
         bad = loading.loaded
         if cause is Cause.STALLED:
-            self._breakeven.silent(loading.found[bad].tier, time.monotonic())
+            self._breakeven.silent(loading.hits[bad].tier, time.monotonic())
         elif cause is Cause.UNAUDITED:
             self._audit.begin(prompt, range(loading.stop_token, loading.tokens.stop))
         elif cause is Cause.AUDIT:

@@ -20,6 +20,7 @@ from pd_connector.pool.part_names import part_codec, part_draft
 from pd_connector.pool.store.base import Found, Store
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.pool.audit import PoolAudit
+from pd_connector.vllm.pool.before_reset import BeforeReset
 from pd_connector.vllm.pool.prompt import Look, PoolPrompt
 from pd_connector.vllm.pool.sharing import SharedLoads
 
@@ -73,9 +74,7 @@ class PoolLookups:
         self._found_in: deque[float] = deque()  # seconds that the store took for look-ups
         self._asked_s = float("inf")  # since when the store has not answered the thread
         self._patience_s = SOON_S  # what is left of it in this step
-        self._reset: set[bytes] = (
-            set()
-        )  # chunks from before the last reset, not computed here since
+        self._before_reset = BeforeReset()
         self.shared = SharedLoads()
         self.draft = ""
 
@@ -83,7 +82,7 @@ class PoolLookups:
         """Begin a prompt's look-up, unless it has begun, or the store is left alone.
 
         Args:
-            model: that the engine has loaded; empty while it is not known.
+            model: the model that the engine has loaded; empty while it is unknown.
         """
         if not model or not prompt.unasked:
             return
@@ -113,7 +112,7 @@ class PoolLookups:
             except Exception:
                 logger.exception("pool: a look-up failed; the prompt is computed")
                 return self._missed(prompt, "failed")
-            prompt.keys, prompt.found = look.keys, look.found
+            prompt.keys, prompt.hits = look.keys, look.hits
             prompt.pays = self._paying(look, computed // CHUNK_TOKENS)
         stop = min(prompt.pays * CHUNK_TOKENS, prompt.request.num_tokens - 1)
         prompt.loads = range(computed, stop)
@@ -136,26 +135,25 @@ class PoolLookups:
                 self.shared.forget(prompt.request.request_id)
 
     def _note_reset(self, saving: Sequence[bytes]) -> None:
-        self._reset = {*self._store.keys(), *saving}
+        before = self._before_reset
+        before.begin([*self._store.keys(), *saving], other_hosts=self._store.reaches_far)
         logger.info(
-            "pool: this engine's caches were reset. It does not use the %d chunks that the pool has by now, until it has "
+            "pool: this engine's caches were reset. It does not use the %d chunks that the pool has by now%s, until it has "
             "computed them itself. Other engines go on to use them; `pd-connector pool clear` removes them for all",
-            len(self._reset),
+            len(before),
+            ", nor any of other hosts" if self._store.reaches_far else "",
         )
 
     def forget_reset(self) -> None:
         """What is known of the last reset does not hold any more."""
-        self._thread.submit(self._reset_ends)
-
-    def _reset_ends(self) -> None:
-        self._reset = set()
+        self._thread.submit(self._before_reset.end)
 
     def computed(self, prompt: PoolPrompt, tokens: int, model: bytes) -> None:
         """A request has ended, and this engine has had KV of its first `tokens` tokens since the reset."""
-        if self._reset and model:
+        if self._before_reset and model:
             chunks = min(tokens, prompt.request.num_tokens - 1) // CHUNK_TOKENS
             prompt.know_keys(model, chunks)
-            self._reset.difference_update(prompt.keys[1 : chunks + 1])
+            self._before_reset.computed(prompt.keys[1 : chunks + 1])
 
     def next_step(self) -> None:
         """A step was scheduled: the scheduler may wait again."""
@@ -171,11 +169,11 @@ class PoolLookups:
         return look.done()
 
     def stored(self, prompt: PoolPrompt) -> int:
-        """How many of a prompt's first chunks its look-up has found, told once; 0 while that is not known."""
+        """Number of a prompt's leading chunks that its look-up found, returned once; 0 until the look-up ends, and afterwards."""
         if prompt.there is None or not prompt.there.done():
             return 0
         look, prompt.there = prompt.there, None
-        return len(look.result().found) if look.exception() is None else 0
+        return len(look.result().hits) if look.exception() is None else 0
 
     def pin(self, keys: Sequence[bytes]) -> None:
         """These chunks will be loaded."""
@@ -212,50 +210,52 @@ class PoolLookups:
         finally:
             self._asked_s = float("inf")
             self._found_in.append(time.monotonic() - began_s)
-        found: list[Found] = []
-        for key, one in zip(keys[1:], there, strict=True):
-            if one is None:
-                missing = len(keys) - 1 - len(found)
+        hits: list[Found] = []
+        for key, hit in zip(keys[1:], there, strict=True):
+            if hit is None:
+                missing = len(keys) - 1 - len(hits)
                 cause = Miss.EVICTED if self._store.was_stored(key) else Miss.NEVER_STORED
                 self._telemetry.count("pool_misses", missing, cause=cause)
                 break
-            if key in self._reset:
-                self._telemetry.count("pool_misses", len(keys) - 1 - len(found), cause=Miss.RESET)
+            if key in self._before_reset:
+                self._telemetry.count("pool_misses", len(keys) - 1 - len(hits), cause=Miss.RESET)
                 break
-            if not self._codecs.issuperset(map(part_codec, one.parts)):
-                self._telemetry.count("pool_misses", len(keys) - 1 - len(found), cause=Miss.CODEC)
+            if not self._codecs.issuperset(map(part_codec, hit.parts)):
+                self._telemetry.count("pool_misses", len(keys) - 1 - len(hits), cause=Miss.CODEC)
                 break
-            if self.draft and any(part_draft(name) != self.draft for name in one.parts):
-                self._telemetry.count("pool_misses", len(keys) - 1 - len(found), cause=Miss.DRAFT)
+            if self.draft and any(part_draft(name) != self.draft for name in hit.parts):
+                self._telemetry.count("pool_misses", len(keys) - 1 - len(hits), cause=Miss.DRAFT)
                 break
             if self._audit.refused(key):
                 break
-            found.append(one)
-        return Look(keys, found)
+            hits.append(hit)
+        return Look(keys, hits)
 
     def _paying(self, look: Look, first: int) -> int:
         """How many of the chunks found are worth loading, if the first `first` ones are here."""
-        found, now = look.found, time.monotonic()
-        missing = [(one.tier, one.nbytes) for one in found[first:]]
-        pays = min(first, len(found)) + self._breakeven.chunks(missing, now)
-        if pays < len(found):
-            self._telemetry.count("pool_misses", len(found) - pays, cause=Miss.NOT_WORTH)
+        hits, now = look.hits, time.monotonic()
+        missing = [(hit.tier, hit.nbytes) for hit in hits[first:]]
+        pays = min(first, len(hits)) + self._breakeven.chunks(missing, now)
+        if pays < len(hits):
+            self._telemetry.count("pool_misses", len(hits) - pays, cause=Miss.NOT_WORTH)
             idle = self._probe is None or self._probe.done()
             if idle and (place := self._breakeven.probe(missing, now)) is not None:
-                key, one = look.keys[first + place + 1], found[first + place]
-                self._probe = self._probes.submit(self._read, key, one)
+                key, hit = look.keys[first + place + 1], hits[first + place]
+                self._probe = self._probes.submit(self._read, key, hit)
         return pays
 
-    def _read(self, key: bytes, found: Found) -> None:
+    def _read(self, key: bytes, hit: Found) -> None:
         """Read a chunk to measure the store. No request waits for it."""
         began_s = time.monotonic()
         try:
-            for part in found.parts:
+            if (stored := self._store.bring(key)) is None:
+                return
+            for part in stored.parts:
                 with self._store.read(key, part) as reading:
                     reading.into(memoryview(bytearray(reading.nbytes)), 0)
         except PoolError:
             return
-        self._probed.append((found.tier, found.nbytes, time.monotonic() - began_s))
+        self._probed.append((hit.tier, hit.nbytes, time.monotonic() - began_s))
 
     def _missed(self, prompt: PoolPrompt, cause: str) -> int:
         prompt.look = None

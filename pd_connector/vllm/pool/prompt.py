@@ -4,11 +4,12 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from pd_connector.errors import Cause
+from pd_connector.pool.ask import PoolAsk, read_ask
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import (
     CHUNK_TOKENS,
@@ -20,7 +21,6 @@ from pd_connector.pool.keys import (
     token_bytes,
 )
 from pd_connector.pool.store.base import Found
-from pd_connector.pool.store.entry import MOST_TENANT
 from pd_connector.vllm.handoff.ignored import IgnoredParams
 from pd_connector.vllm.messages import Cut
 
@@ -28,35 +28,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-_MOST_PIN_S = 7 * 86400.0
-
-
-class PoolAsk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_transfer_params.pool` of a request: what its client wants of the pool."""
-
-    read: bool = True
-    """Whether chunks of the pool may be used for it."""
-    write: bool = True
-    """Whether its chunks are saved."""
-    pin_s: Annotated[float, msgspec.Meta(ge=0, le=_MOST_PIN_S)] = 0.0
-    """How long its prompt's chunks are not evicted, in seconds."""
-    tenant: Annotated[str, msgspec.Meta(max_length=MOST_TENANT)] = ""
-    """Whose share of the pool its chunks take. Requests without a name that the engine's config knows share one."""
-
-
-def asked(request: "Request", tenants: Sequence[str], ignored: IgnoredParams) -> PoolAsk:
-    """What the client wants of the pool. A name that is not among `tenants` is ignored: with each name that it invents, a
-    client would take a part of the pool from others.
+def pool_ask(request: "Request", tenants: Sequence[str], ignored: IgnoredParams) -> PoolAsk:
+    """The client's choices about the pool. A tenant that is not among `tenants` is ignored: each invented name would take
+    a share of the pool from other clients.
 
     Raises:
         ValueError: the field cannot be followed.
     """
     params = request.kv_transfer_params
-    told = params.get("pool") if isinstance(params, dict) else None
-    try:
-        ask = PoolAsk() if told is None else msgspec.convert(told, PoolAsk)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"pool: {error}".replace("$.", "")) from None
+    ask = read_ask(params.get("pool") if isinstance(params, dict) else None)
     if not ask.tenant or ask.tenant in tenants:
         return ask
     ignored.note(
@@ -72,14 +52,14 @@ class Look(NamedTuple):
     """What a look-up has found."""
 
     keys: list[bytes]  # the root, then a key for each whole chunk
-    found: list[Found]  # of the first ones, up to the first that the pool lacks
+    hits: list[Found]  # of the first ones, up to the first that the pool lacks
 
 
 class Loading(NamedTuple):
     """A load under way."""
 
     keys: list[bytes]
-    found: list[Found]
+    hits: list[Found]
     tokens: range
     began_s: float
     look: "Future[Look]"
@@ -100,7 +80,7 @@ class Loading(NamedTuple):
 
 @dataclass(slots=True)
 class PoolPrompt:
-    """What the scheduler knows of one request's chunks."""
+    """The scheduler's record of one request's chunks."""
 
     request: "Request"
     adapter: str
@@ -115,7 +95,7 @@ class PoolPrompt:
     stepped: bool = False  # the step that found its cached pages is over
     handed_over: bool = False  # by another engine, which saves it if it is of this host
     kept: int = 0  # chunks from the beginning that are in the pool, or were given to it
-    found: list[Found] = field(default_factory=list)
+    hits: list[Found] = field(default_factory=list)
     unasked: bool = True  # its look-up has yet to begin
     matched_s: float = 0.0  # when vLLM first asked how much of it can be loaded
     asked_s: float = 0.0  # when its look-up began
@@ -124,9 +104,9 @@ class PoolPrompt:
     )
     waits_until_s: float = 0.0  # the longest wait for loads of other requests
     pays: int | None = None  # chunks from the beginning that are here or worth loading
-    loads: range = range(0)  # tokens that vLLM was told can be loaded
+    loads: range = range(0)  # tokens that can be loaded, by our answer to vLLM
     loading: "Loading | None" = None
-    failed: "Loading | None" = None  # its load, until its cause is told
+    failed: "Loading | None" = None  # its failed load, until the cause is reported
     audited: range = range(
         0
     )  # tokens that will be compared with the pool once they are computed here
@@ -142,8 +122,8 @@ class PoolPrompt:
     def know_keys(self, model: bytes, chunks: int) -> None:
         """Make the keys of its first `chunks` chunks."""
         keys = self.keys or [self.root(model)]
-        known = (len(keys) - 1) * CHUNK_TOKENS
-        tokens = self.request.all_token_ids[known : chunks * CHUNK_TOKENS]
+        covered = (len(keys) - 1) * CHUNK_TOKENS
+        tokens = self.request.all_token_ids[covered : chunks * CHUNK_TOKENS]
         self.keys = self.longer(keys, tokens)
 
     def new_chunks(self, computed: int, *, ended: bool = False) -> range:

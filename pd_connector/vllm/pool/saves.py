@@ -100,18 +100,18 @@ class PoolSaves:
             counts.extend(self._handed_out[page] for page in pages[len(counts) :])
 
     def present(
-        self, prompt: PoolPrompt, told: Sequence[Sequence[int]] = ()
+        self, prompt: PoolPrompt, tables_now: Sequence[Sequence[int]] = ()
     ) -> Sequence[Sequence[int]]:
         """A prompt's pages by table; `NULL_PAGE` for those that do not hold its KV any more, or in part only.
 
         Args:
-            told: all page ids of the prompt, if vLLM has just told them.
+            tables_now: all page ids of the prompt, if vLLM has just reported them.
         """
         if not self._slides:
-            return told or prompt.pages
+            return tables_now or prompt.pages
         partly = self._status.partial_pages(prompt.request.request_id)
         times = self._handed_out
-        tables = told or [
+        tables = tables_now or [
             [page if times[page] == count else NULL_PAGE for page, count in zip(*both, strict=True)]
             for both in zip(prompt.pages, prompt.handed_out, strict=True)
         ]

@@ -33,7 +33,7 @@ from pd_connector.vllm.pool.audit import PoolAudit
 from pd_connector.vllm.pool.events import PoolEvents
 from pd_connector.vllm.pool.loads import PoolLoads
 from pd_connector.vllm.pool.lookups import PoolLookups
-from pd_connector.vllm.pool.prompt import Loading, PoolPrompt, asked
+from pd_connector.vllm.pool.prompt import Loading, PoolPrompt, pool_ask
 from pd_connector.vllm.pool.saves import PoolSaves
 
 if TYPE_CHECKING:
@@ -49,19 +49,19 @@ class PoolSide(Part):
     """Called by vLLM's scheduler only.
 
     Attributes:
-        events: of chunks, for other routers; None unless vLLM publishes KV events.
-        loads: those under way.
+        events: events of chunks, for other routers; None unless vLLM publishes KV events.
+        loads: the loads under way.
 
     Args:
-        store: where chunks are.
-        settings: what this engine does with them.
-        codecs: of this engine. What may have passed in FP8 is not saved.
+        store: the store of the chunks.
+        settings: this engine's use of the pool.
+        codecs: this engine's codecs. KV that may have passed in FP8 is not saved.
         windows: page sizes and windows of the engine's page tables.
-        identity: of requests' prompts.
-        ignored: told of requests whose wishes cannot be followed.
+        identity: makes the identities of prompts.
+        ignored: gets the requests whose pool parameters cannot be followed.
         status: says what may be done with a request's KV.
-        unfilled: told of loads.
-        model: that the ranks have loaded.
+        unfilled: gets the loads.
+        model: the model that the ranks have loaded.
         ranks: number of ranks of this engine.
         engine_id: as the engine's API server knows it.
     """
@@ -171,14 +171,14 @@ class PoolSide(Part):
         return []
 
     def _tell(self, chunk_bytes: int = 0) -> None:
-        """Let the engine's API server know what a router wants to know."""
-        told = AdvertisedEngine(
+        """Publish the facts that routers need, for the engine's API server to answer with."""
+        advertised = AdvertisedEngine(
             engine=self._engine_id,
             model=self.model.hex(),
             chunk_bytes=chunk_bytes,
             bytes_per_s=self._breakeven.bytes_per_s(),
         )
-        self._store.advertise(told.encode())
+        self._store.advertise(advertised.encode())
 
     def weights_changed(self) -> list[Command]:
         """KV of the requests that run now must be neither saved nor compared. From now on the identity of the weights
@@ -199,7 +199,7 @@ class PoolSide(Part):
         if not tokens_only or getattr(request, "resumable", False):
             return
         try:
-            ask = asked(request, self._settings.tenants, self._ignored)
+            ask = pool_ask(request, self._settings.tenants, self._ignored)
             adapter = self._identity.adapters.content(request)
         except OSError:
             return  # its content is not known
@@ -247,11 +247,11 @@ class PoolSide(Part):
             return None
         chunks = range(first // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS))
         keys = prompt.keys[chunks.start + 1 : chunks.stop + 1]
-        found = prompt.found[chunks.start : chunks.stop]
+        hits = prompt.hits[chunks.start : chunks.stop]
         tables = self._windows.from_token(first, kept_pages(blocks.get_block_ids()))
-        wanted = tuple(map(prompt.chunk, chunks))
-        fill = Fill(request.request_id, self.model, wanted, first, stop, tables)
-        loading = Loading(keys, found, range(first, stop), time.monotonic(), look)
+        needed = tuple(map(prompt.chunk, chunks))
+        fill = Fill(request.request_id, self.model, needed, first, stop, tables)
+        loading = Loading(keys, hits, range(first, stop), time.monotonic(), look)
         self.loads.begin(prompt, loading, fill)
         self._partial_pages.load(request.request_id, blocks, first, stop)
         return [fill]
@@ -264,9 +264,9 @@ class PoolSide(Part):
         tokens, tiers = prompt.loading.tokens, Counter[str]()
         first = tokens.start // CHUNK_TOKENS * CHUNK_TOKENS
         starts = range(first, tokens.stop, CHUNK_TOKENS)
-        for start, found in zip(starts, prompt.loading.found, strict=True):
+        for start, hit in zip(starts, prompt.loading.hits, strict=True):
             stop = min(start + CHUNK_TOKENS, tokens.stop)
-            tiers[found.tier] += stop - max(start, tokens.start)
+            tiers[hit.tier] += stop - max(start, tokens.start)
         return dict(tiers)
 
     def broke_off(self, cuts: Mapping[str, Cut]) -> None:

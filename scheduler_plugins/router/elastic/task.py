@@ -8,19 +8,24 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from math import inf
+from pathlib import Path
 
 from pd_connector.extensions import Faults
+from scheduler_plugins.router.elastic.days import DaysFile
 from scheduler_plugins.router.elastic.fleet import Groups
 from scheduler_plugins.router.elastic.return_home import ReturnHome
+from scheduler_plugins.router.elastic.scaling import Scaling
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.moving import SETTINGS, MoveFailedError, Mover
 from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.limit import SLOW_S, Limited
-from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S
-from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move, RolePolicy
+from scheduler_plugins.router.policies.base import ASSUMED_TPOT_S, ASSUMED_TTFT_S, Role
+from scheduler_plugins.router.roles.base import Fleet, Front, Member, Move, RolePolicy, Scale
 from scheduler_plugins.router.roles.controller import RoleController
+from scheduler_plugins.router.roles.days import DaysError
 from scheduler_plugins.router.roles.registry import create
 from scheduler_plugins.router.routing.fallback import cause_of, raised_by, slow_text, text_of
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -61,10 +66,21 @@ class Bounded(RolePolicy):
         self._policy = policy
         self._limited = Limited()
 
-    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
+    def decide(self, fleet: Fleet, now_s: float) -> list[Move | Scale]:
         if self._limited.is_paused(now_s):
             return []
         return self._limited.call(lambda: list(self._policy.decide(fleet, now_s)), now_s)
+
+
+def _what(moving: Moving, policy: RolePolicy, config: RouterConfig) -> str:
+    """What a policy does with a group's engines, in words."""
+    if not policy.scales:
+        return "only says which engines it would move" if moving.dry_run else "moves its engines"
+    if moving.dry_run:
+        return "only says how many engines it would have"
+    if config.start_command:
+        return "starts and stops its engines (start_command, stop_command)"
+    return "shows how many engines it should have (metric pd_router:engines_wanted)"
 
 
 def _by(name: str, move: Move) -> Move:
@@ -88,6 +104,9 @@ class Elastic:
         self._controllers: dict[str, tuple[Moving, Bounds, RoleController]] = {}
         self._moves = set[asyncio.Task[None]]()
         self._faults: dict[str, Faults] = {}  # by group
+        self._scaling = Scaling(pool)
+        self._days: tuple[str, DaysFile] | None = None
+        self._refused = set[str]()  # files of earlier days that cannot be used
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -100,6 +119,9 @@ class Elastic:
             for each in (task, *moves):
                 each.cancel()
             await asyncio.gather(task, *moves, return_exceptions=True)
+            await self._scaling.close()
+            if self._days is not None:
+                self._days[1].save()
 
     async def run(self) -> None:
         """Decide until cancelled."""
@@ -117,11 +139,13 @@ class Elastic:
             self._begin(self._return_home, _by("settings", move), "settings")
         moving = self._pool.config.moving
         if moving is None or not self._pool.leads:
-            self._controllers.clear()
+            self._forget(self._controllers.keys())
             return
         groups, front = self._groups.of(self._pool.engines), self._front()
-        for gone in self._controllers.keys() - groups.keys():
-            del self._controllers[gone]
+        self._forget(self._controllers.keys() - groups.keys())
+        days = self._days_file()
+        if days is not None:
+            days.note(self._pool.history, groups, now_s)
         for group, members in groups.items():
             if now_s - self._begun_s < FIRST_S and self._awaits(group):
                 continue
@@ -130,7 +154,11 @@ class Elastic:
                 (controller.pin if engine.role_state.pinned else controller.release)(engine.name)
             waiting = {group: front[group]} if group in front else {}
             begun_s = time.perf_counter()
-            moves = controller.moves(Fleet(members, self._pool.history, waiting), now_s)
+            fleet = Fleet(members, self._pool.history, waiting)
+            start_s = self._pool.config.engine_start_s
+            usual_per_s = {} if days is None else days.usual_per_s(group, start_s)
+            fleet = fleet._replace(start_s=start_s, usual_per_s=usual_per_s)
+            moves = controller.moves(fleet, now_s)
             took_s = time.perf_counter() - begun_s
             self._note_fault(group, moving.policy, controller.fault, took_s, now_s)
             for move in (_by(moving.policy, proposal) for proposal in moves):
@@ -138,6 +166,34 @@ class Elastic:
                     self._only_say(controller, move)
                 else:
                     self._begin(controller, move, moving.policy)
+            not_started = partial(self._not_started, controller, group)
+            self._scaling.carry_out(
+                controller.scales, moving.policy, dry_run=moving.dry_run, failed=not_started
+            )
+
+    def _days_file(self) -> DaysFile | None:
+        """The file of earlier days, if the settings name one."""
+        path = self._pool.config.days
+        if self._days is not None and self._days[0] != path:
+            self._days[1].save()
+            self._days = None
+        if path and self._days is None:
+            try:
+                self._days = path, DaysFile(Path(path))
+            except DaysError as error:
+                self._days = None
+                if path not in self._refused:
+                    self._refused.add(path)
+                    logger.warning("%s", error)
+        return None if self._days is None else self._days[1]
+
+    def _not_started(self, controller: RoleController, group: str, role: Role) -> None:
+        controller.not_started(group, role, asyncio.get_running_loop().time())
+
+    def _forget(self, groups: Iterable[str]) -> None:
+        for group in list(groups):
+            del self._controllers[group]
+            self._scaling.forget(group)
 
     def _note_fault(
         self, group: str, policy: str, fault: BaseException | None, took_s: float, now_s: float
@@ -160,21 +216,24 @@ class Elastic:
         return not all(engine.starts for engine in members)
 
     def _controller(self, group: str, moving: Moving, members: Iterable[Member]) -> RoleController:
-        bounds = self._pool.config.groups.get(group, Bounds())
+        config = self._pool.config
+        bounds = config.bounds(group)
         present = self._controllers.get(group)
         if present is not None and present[:2] == (moving, bounds):
             return present[2]
+        policy = create(moving.policy)
         made = RoleController(
-            Bounded(create(moving.policy)),
+            Bounded(policy),
             min_prefill=bounds.min_prefill,
             min_decode=bounds.min_decode,
+            limits=bounds.limits(group, config.start_timeout_s) if policy.scales else None,
         )
         self._controllers[group] = moving, bounds, made
         logger.info(
             "group %s: %s %s%s",
             group,
             moving.policy,
-            "only says which engines it would move" if moving.dry_run else "moves its engines",
+            _what(moving, policy, config),
             _assumed(self._pool.config, members),
         )
         return made

@@ -42,21 +42,21 @@ _HOST = web.AppKey("host", str)
 _JSON = "application/json"
 
 
-class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _EngineUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     url: str
 
 
-class _Add(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Add(_EngineUrl, frozen=True, forbid_unknown_fields=True, kw_only=True):
     role: Literal["prefill", "decode", "both", "cpu_prefill", "ask"] = "ask"
     events: str = ""
     replay: str = ""
 
 
-class _Drain(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Drain(_EngineUrl, frozen=True, forbid_unknown_fields=True, kw_only=True):
     drain: bool = True
 
 
-class _SetRole(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _SetRole(_EngineUrl, frozen=True, forbid_unknown_fields=True, kw_only=True):
     role: Literal["prefill", "decode", "both", "cpu_prefill"]
 
 
@@ -109,19 +109,19 @@ def _refusal(request: web.Request) -> web.Response | None:
             "the admin API refuses requests of web pages: use a program outside of the browser", 403
         )
     if not is_known_host(request, (), request.app[_HOST]):
-        found = request.headers.get("Host", "")
-        return _error(f"Host {found!r}: must be an address or localhost", 403)
+        host = request.headers.get("Host", "")
+        return _error(f"Host {host!r}: must be an address or localhost", 403)
     if not request.app[_OPERATOR].sent(request):
-        wanted = (
+        form = (
             "Authorization: Bearer TOKEN, with PD_ROUTER_ADMIN_KEY or the token in the router's log"
         )
-        return _error(f"wrong or no token: send it as {wanted}", 401)
+        return _error(f"wrong or no token: send it as {form}", 401)
     if request.method != "GET" and request.content_type != _JSON:
         return _error(f"Content-Type {request.content_type}: must be {_JSON}", 415)
     return None
 
 
-async def _read(request: web.Request, wanted: Any) -> Any:
+async def _read(request: web.Request, body_type: Any) -> Any:
     """The request's body, as this msgspec type. Raises ValueError, or msgspec.DecodeError if it is not JSON."""
     try:
         async with asyncio.timeout(BODY_S):
@@ -129,33 +129,33 @@ async def _read(request: web.Request, wanted: Any) -> Any:
     except TimeoutError:
         raise ValueError(f"the request body was not sent within {BODY_S:g} s") from None
     try:
-        return msgspec.json.decode(raw, type=wanted)
+        return msgspec.json.decode(raw, type=body_type)
     except msgspec.ValidationError as error:
-        raise ValueError(explained(str(error), wanted)) from None
+        raise ValueError(explained(str(error), body_type)) from None
 
 
 async def _list(request: web.Request) -> web.StreamResponse:
-    return _told(request.app[_POOL])
+    return _engine_list(request.app[_POOL])
 
 
 async def _add(request: web.Request) -> web.StreamResponse:
-    asked, pool = await _read(request, _Add), request.app[_POOL]
-    config, url = pool.config, base_url("url", asked.url)
+    body, pool = await _read(request, _Add), request.app[_POOL]
+    config, url = pool.config, base_url("url", body.url)
     if any(engine.url == url and not pool.leaves(engine) for engine in pool.engines):
         raise ValueError(f"url {url}: the router has this engine already")
     events = dict(config.kv_events)
-    if asked.events:
-        events[url] = (asked.events, asked.replay or None)
-    sides: dict[str, Any] = {side: (*getattr(config, side), url) for side in sides_of(asked.role)}
+    if body.events:
+        events[url] = (body.events, body.replay or None)
+    sides: dict[str, Any] = {side: (*getattr(config, side), url) for side in sides_of(body.role)}
     pool.edit(replace(config, kv_events=events, **sides))
-    return _told(pool)
+    return _engine_list(pool)
 
 
 async def _remove(request: web.Request) -> web.StreamResponse:
-    asked, pool = await _read(request, _Asked), request.app[_POOL]
-    url = base_url("url", asked.url)
+    body, pool = await _read(request, _EngineUrl), request.app[_POOL]
+    url = base_url("url", body.url)
     if not _is_given(pool, url):
-        _check_named_itself(pool, _known(pool, url).url)
+        _check_named_itself(pool, _engine_of(pool, url).url)
     left = _without(pool, url)
     if alone := [
         side
@@ -166,25 +166,25 @@ async def _remove(request: web.Request) -> web.StreamResponse:
             f"url {url}: is the last engine with the home {alone[0]}; add another one there before, or drain this one"
         )
     pool.edit(replace(pool.config, **left))
-    return _told(pool)
+    return _engine_list(pool)
 
 
 async def _drain(request: web.Request) -> web.StreamResponse:
-    asked, pool = await _read(request, _Drain), request.app[_POOL]
-    pool.drain(_known(pool, asked.url), asked.drain)
-    return _told(pool)
+    body, pool = await _read(request, _Drain), request.app[_POOL]
+    pool.drain(_engine_of(pool, body.url), body.drain)
+    return _engine_list(pool)
 
 
 async def _set_role(request: web.Request) -> web.StreamResponse:
     """Give engines roles, and pin them. All changes of a list are made together, or none."""
-    asked = await _read(request, _Changes)
+    body = await _read(request, _Changes)
     pool, mover = request.app[_POOL], request.app[_MOVER]
     changes = dict[BackendEngine, Role]()
-    for one in [asked] if isinstance(asked, _SetRole) else asked:
-        engine = _known(pool, one.url)
+    for change in [body] if isinstance(body, _SetRole) else body:
+        engine = _engine_of(pool, change.url)
         if engine in changes:
             raise ValueError(f"url {engine.url}: is named twice in the list; name it once")
-        changes[engine] = Role(one.role)
+        changes[engine] = Role(change.role)
         mover.check(engine, changes[engine])
     _check_sides(pool, changes)
     why = "the operator has asked for it (POST /engines/role)"
@@ -193,19 +193,19 @@ async def _set_role(request: web.Request) -> web.StreamResponse:
         for engine, role in changes.items()
     ]
     failures = [
-        one
-        for one in await asyncio.gather(*moves, return_exceptions=True)
-        if isinstance(one, BaseException)
+        result
+        for result in await asyncio.gather(*moves, return_exceptions=True)
+        if isinstance(result, BaseException)
     ]
     if failures:
         return _error("; ".join(map(str, failures)), 409)
-    return _told(pool)
+    return _engine_list(pool)
 
 
 async def _release(request: web.Request) -> web.StreamResponse:
-    asked, pool = await _read(request, _Asked), request.app[_POOL]
-    pool.release(_known(pool, asked.url))
-    return _told(pool)
+    body, pool = await _read(request, _EngineUrl), request.app[_POOL]
+    pool.release(_engine_of(pool, body.url))
+    return _engine_list(pool)
 
 
 def _check_sides(pool: EnginePool, changes: Mapping[BackendEngine, Role]) -> None:
@@ -213,7 +213,9 @@ def _check_sides(pool: EnginePool, changes: Mapping[BackendEngine, Role]) -> Non
     stays = [engine for engine in pool.engines if not pool.leaves(engine)]
     for side in (Role.PREFILL, Role.DECODE):
         had = any(engine.serves(side) for engine in stays)
-        if had and not any(changes.get(one, one.role) in (side, Role.BOTH) for one in stays):
+        if had and not any(
+            changes.get(engine, engine.role) in (side, Role.BOTH) for engine in stays
+        ):
             raise ValueError(
                 f"role: no engine would {side} any more; change another one in the same call (a list of changes)"
             )
@@ -235,15 +237,15 @@ def _is_given(pool: EnginePool, url: str) -> bool:
 def _without(pool: EnginePool, url: str) -> dict[str, Any]:
     """The settings that list engines, without one engine."""
     config = pool.config
-    found: dict[str, Any] = {
-        side: tuple(one for one in getattr(config, side) if one != url) for side in SIDES
+    lists: dict[str, Any] = {
+        side: tuple(given for given in getattr(config, side) if given != url) for side in SIDES
     }
     for name in ("kv_events", "places"):
-        found[name] = {one: at for one, at in getattr(config, name).items() if one != url}
-    return found
+        lists[name] = {given: at for given, at in getattr(config, name).items() if given != url}
+    return lists
 
 
-def _known(pool: EnginePool, given: str) -> BackendEngine:
+def _engine_of(pool: EnginePool, given: str) -> BackendEngine:
     url = base_url("url", given)
     for engine in pool.engines:
         if engine.url == url and not pool.leaves(engine):
@@ -251,7 +253,7 @@ def _known(pool: EnginePool, given: str) -> BackendEngine:
     raise LookupError(f"url {url}: the router has no such engine")
 
 
-def _told(pool: EnginePool) -> web.Response:
+def _engine_list(pool: EnginePool) -> web.Response:
     return web.json_response({"engines": pool.describe()})
 
 

@@ -4,6 +4,7 @@
 import asyncio
 import logging
 import math
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -28,6 +29,7 @@ from scheduler_plugins.router.client.connections import (
 from scheduler_plugins.router.client.downstream import ClientGoneError
 from scheduler_plugins.router.client.origins import marking, preflight, why_refused
 from scheduler_plugins.router.client.stopping import Stopping
+from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.app_keys import (
     ADMIN_AUTH,
     BODIES,
@@ -35,6 +37,7 @@ from scheduler_plugins.router.endpoints.app_keys import (
     CONNECTIONS,
     LIVE,
     METRICS,
+    MOVER,
     PLACE,
     RENDER,
     SHARED,
@@ -51,7 +54,6 @@ from scheduler_plugins.router.endpoints.info_endpoints import (
     ping,
     version,
 )
-from scheduler_plugins.router.endpoints.lifetime import engines, following
 from scheduler_plugins.router.endpoints.page import EVENTS, LiveState, page
 from scheduler_plugins.router.endpoints.refusals import (
     closing,
@@ -60,15 +62,61 @@ from scheduler_plugins.router.endpoints.refusals import (
     retry_after,
     unavailable,
 )
+from scheduler_plugins.router.engines.moving import Mover
+from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.engines.sessions import client_connections, watching_session
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.peer_routers.all_metrics import AllMetrics
+from scheduler_plugins.router.peer_routers.load_exchange import exchanging
 from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.prompt import body
 from scheduler_plugins.router.prompt.describe import TIMEOUT_HEADER, timeout_s
+from scheduler_plugins.router.reload import reloading, route_policy, use_settings
 from scheduler_plugins.router.request.proxy import ClientRequest
+from scheduler_plugins.router.request.shared import Shared
 from scheduler_plugins.router.routing.attempt import AllOverloadedError, UnavailableError
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import SettingsFile
+from scheduler_plugins.router.tokens.prompt_tokens import PromptTokens
+from scheduler_plugins.router.tracing import Tracing
+
+
+async def engines(app: web.Application) -> AsyncIterator[None]:
+    """The engines and what requests share, from the application's start to its end."""
+    config = app[CONFIG]
+    async with watching_session(config) as watching:
+        connections, metrics = client_connections(config), app[METRICS]
+        pool = EnginePool(config, watching, metrics)
+        policy = route_policy(config, metrics)
+        tokens = PromptTokens(connections, pool.all_up, config.tokenizer, config.api_key)
+        tracing = Tracing(config.otlp)
+        shared = Shared(config, pool, connections, metrics, policy, tokens, tracing)
+        app[SHARED], app[MOVER] = shared, Mover(pool, tracing)
+        try:
+            await pool.start()
+            async with (
+                exchanging(config, pool, metrics, app[PLACE], shared.waiting) as peers,
+                Elastic(pool, app[MOVER], peers.waiting).running(),
+            ):
+                yield
+        finally:
+            await tokens.close()
+            await pool.close()
+            await connections.close()
+            await asyncio.to_thread(tracing.close)
+
+
+async def following(app: web.Application, settings: SettingsFile) -> AsyncIterator[None]:
+    """Applies the settings file whenever it changes."""
+    shared = app[SHARED]
+
+    def use(config: RouterConfig) -> None:
+        use_settings(shared, config)
+        shared.pool.edit(config)
+
+    async with reloading(settings, use):
+        yield
+
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +176,8 @@ def create_app(
 async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     """Answer every error in OpenAI's format."""
     request.app[CONNECTIONS].headers_arrived(request)
-    if (asked := preflight(request, request.app[CONFIG].allowed_origins)) is not None:
-        return asked
+    if (preflight_answer := preflight(request, request.app[CONFIG].allowed_origins)) is not None:
+        return preflight_answer
     if (why := why_refused(request, request.app[CONFIG])) is not None:
         return closing(error_response(why, "permission_error", 403))
     if needs_key(request.path) and not may_enter(request, request.app[CONFIG].client_key):
@@ -155,9 +203,9 @@ async def shape_errors(request: web.Request, handler: Any) -> web.StreamResponse
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Both completion endpoints, and the endpoints that one engine serves."""
-    known = request.app[METRICS]
+    counters = request.app[METRICS]
     outcome = "internal_error"
-    known.in_flight.inc()
+    counters.in_flight.inc()
     try:
         with request.app[BODIES].reserve() as room:
             response, outcome = await _complete(request, room)
@@ -174,8 +222,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
             request.transport.abort()
         return web.Response(status=CLIENT_CLOSED_REQUEST)
     finally:
-        known.in_flight.dec()
-        known.requests.labels(request.path, outcome).inc()
+        counters.in_flight.dec()
+        counters.requests.labels(request.path, outcome).inc()
 
 
 async def _complete(request: web.Request, room: Reservation) -> tuple[web.StreamResponse, str]:
@@ -192,9 +240,9 @@ async def _complete(request: web.Request, room: Reservation) -> tuple[web.Stream
     try:
         client_request = ClientRequest(shared, request, headers, parsed)
         with request.app[CONNECTIONS].serving(request):
-            found = await _within(client_request, limit_s, request_id, request.app[STOPPING])
-            client_request.trace.finish(found[1])
-            return found
+            served = await _within(client_request, limit_s, request_id, request.app[STOPPING])
+            client_request.trace.finish(served[1])
+            return served
     except body.BadRequestError as error:
         return _bad_request(error, request_id), "bad_request"
     except UnavailableError as error:

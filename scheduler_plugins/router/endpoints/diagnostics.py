@@ -60,17 +60,19 @@ def troubles(
         late: part of the prompts that engines without a GPU computed because all others would have been late.
         now_s: time on the event loop's clock.
     """
-    found = [*_of_sides(engines), *_of_requests(recent), *_of_roles(decisions, now_s)]
+    diagnostics = [*_of_sides(engines), *_of_requests(recent), *_of_roles(decisions, now_s)]
     if late > MOST_LATE:
-        found.append(_gpus_missing(late))
+        diagnostics.append(_gpus_missing(late))
     for engine in engines:
-        found += _of_engine(engine, now_s)
+        diagnostics += _of_engine(engine, now_s)
     together = dict[tuple[str, ...], Diagnostic]()
-    for one in found:
-        known = together.setdefault((one.alert, one.what, one.do), one)
-        if known is not one:
-            together[one.alert, one.what, one.do] = known._replace(where=known.where + one.where)
-    return sorted(together.values(), key=lambda one: _LEVELS.index(one.level))
+    for diagnostic in diagnostics:
+        same = together.setdefault((diagnostic.alert, diagnostic.what, diagnostic.do), diagnostic)
+        if same is not diagnostic:
+            together[diagnostic.alert, diagnostic.what, diagnostic.do] = same._replace(
+                where=same.where + diagnostic.where
+            )
+    return sorted(together.values(), key=lambda diagnostic: _LEVELS.index(diagnostic.level))
 
 
 def _of_sides(engines: Iterable[BackendEngine]) -> Iterator[Diagnostic]:
@@ -217,8 +219,8 @@ def _gpus_missing(late: float) -> Diagnostic:
 
 
 def _of_roles(decisions: Iterable[Decision], now_s: float) -> Iterator[Diagnostic]:
-    made = [one for one in decisions if now_s - one.at_s < FLAP_S]
-    moves = Counter(one.engine for one in made if one.outcome == "done")
+    made = [decision for decision in decisions if now_s - decision.at_s < FLAP_S]
+    moves = Counter(decision.engine for decision in made if decision.outcome == "done")
     flapping = [engine for engine, count in moves.items() if count >= FLAPS]
     if flapping:
         yield Diagnostic(
@@ -228,7 +230,11 @@ def _of_roles(decisions: Iterable[Decision], now_s: float) -> Iterator[Diagnosti
             tuple(flapping),
             "Set `roles` to a calmer policy or to off, or give the group more engines.",
         )
-    failed = [one for one in made if one.outcome not in ("done", "moving", "dry run", "given up")]
+    failed = [
+        decision
+        for decision in made
+        if decision.outcome not in ("done", "moving", "dry run", "given up")
+    ]
     if failed:
         last = failed[-1]
         yield Diagnostic(

@@ -30,26 +30,26 @@ async def models(request: web.Request) -> web.StreamResponse:
     """The model lists of the engines that are up, decode side first; each model once."""
     shared, request_id = request.app[SHARED], id_of(request)
     failed: dict[BackendEngine, EngineFailedError] = {}
-    found: web.Response | None = None
+    first: web.Response | None = None
     listed: dict[str, Any] = {}
     for engine in _up(shared.pool):
-        if found is not None and engine.models <= listed.keys():
+        if first is not None and engine.models <= listed.keys():
             continue  # it adds no model
         try:
-            response = await _told(request, engine, MODELS, request_id)
+            response = await _forwarded(request, engine, MODELS, request_id)
         except EngineFailedError as failure:
             shared.pool.report_failure(engine, failure)
             failed[engine] = failure
             continue
         if response.status != 200:
             return response
-        found = found or response
-        for one in _listed(response.body):
-            listed.setdefault(one["id"], one)
-    if found is not None:
-        if len(listed) > len(_listed(found.body)):
-            found.body = msgspec.json.encode({"object": "list", "data": list(listed.values())})
-        return found
+        first = first or response
+        for entry in _listed(response.body):
+            listed.setdefault(entry["id"], entry)
+    if first is not None:
+        if len(listed) > len(_listed(first.body)):
+            first.body = msgspec.json.encode({"object": "list", "data": list(listed.values())})
+        return first
     engines = [
         (engine, failed[engine].cause, str(failed[engine]))
         if engine in failed
@@ -61,14 +61,14 @@ async def models(request: web.Request) -> web.StreamResponse:
 
 async def model(request: web.Request) -> web.StreamResponse:
     """One model of that list. OpenAI's clients use this endpoint (`models.retrieve`); vLLM has none."""
-    found = await models(request)
-    if not isinstance(found, web.Response) or found.status != 200:
-        return found
+    answer = await models(request)
+    if not isinstance(answer, web.Response) or answer.status != 200:
+        return answer
     name = request.match_info["name"]
-    for one in _listed(found.body):
-        if one["id"] == name:
-            found.body = msgspec.json.encode(one)
-            return found
+    for entry in _listed(answer.body):
+        if entry["id"] == name:
+            answer.body = msgspec.json.encode(entry)
+            return answer
     return error_response(f"the model {name!r} does not exist", "NotFoundError", 404, "model")
 
 
@@ -77,7 +77,7 @@ async def version(request: web.Request) -> web.StreamResponse:
     request_id = id_of(request)
     for engine in _up(request.app[SHARED].pool):
         with suppress(EngineFailedError):
-            return await _told(request, engine, request.path, request_id)
+            return await _forwarded(request, engine, request.path, request_id)
     return error_response("no engine answers", "service_unavailable", 503)
 
 
@@ -122,7 +122,7 @@ def _up(pool: EnginePool) -> list[BackendEngine]:
     return list(dict.fromkeys(pool.up(Role.DECODE) + pool.up(Role.PREFILL)))
 
 
-async def _told(
+async def _forwarded(
     request: web.Request, engine: BackendEngine, path: str, request_id: str
 ) -> web.Response:
     """An engine's answer to a client's query, or its refusal. Raises EngineFailedError."""
@@ -148,5 +148,7 @@ def _listed(content: Any) -> list[dict[str, Any]]:
     except (msgspec.MsgspecError, TypeError, RecursionError):
         return []
     data = answer.get("data") if isinstance(answer, dict) else None
-    models = [one for one in (data if isinstance(data, list) else ()) if isinstance(one, dict)]
-    return [one for one in models if isinstance(one.get("id"), str)]
+    models = [
+        entry for entry in (data if isinstance(data, list) else ()) if isinstance(entry, dict)
+    ]
+    return [entry for entry in models if isinstance(entry.get("id"), str)]

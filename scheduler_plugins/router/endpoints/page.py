@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64encode
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -16,12 +18,57 @@ from aiohttp import web
 
 from scheduler_plugins.router.client.answers import UNBUFFERED
 from scheduler_plugins.router.endpoints.diagnostics import troubles
-from scheduler_plugins.router.endpoints.pairs import pairs
 from scheduler_plugins.router.endpoints.trends import overflow, recent, trends
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.engine_set import handoffs_of
 from scheduler_plugins.router.engines.kinds import Kind
+from scheduler_plugins.router.engines.traffic import FromProducer
 from scheduler_plugins.router.request.shared import Shared
+
+MOST_SHOWN = 32
+"""Most rows: the busiest pairs. A page with all pairs of a large deployment would say less."""
+
+
+def pairs(engines: Iterable[BackendEngine]) -> list[dict[str, Any]]:
+    """A row for each pair that has moved KV, the busiest first. Rates are of now, shares since the decode engine's
+    start. A prefill engine that is not known here goes by the address that the decode engine knows."""
+    listed = list(engines)
+    urls = {
+        peer.source.label: engine.url
+        for engine in listed
+        for address in engine.addresses
+        for peer in address.peers
+    }
+    by_pair: dict[tuple[str, str], list[FromProducer]] = defaultdict(list)
+    for engine in listed:
+        for producer, got in engine.traffic.producers.items():
+            by_pair[urls.get(producer, producer), engine.url].append(got)
+    rows = [row_of(prefill, decode, parts) for (prefill, decode), parts in by_pair.items()]
+    rows.sort(key=lambda row: (-row["bytes_s"], -row["transfers"], row["prefill"], row["decode"]))
+    return rows[:MOST_SHOWN]
+
+
+def row_of(prefill: str, decode: str, parts: list[FromProducer]) -> dict[str, Any]:
+    """The sums over a prefill engine's ranks."""
+    codecs: dict[str, float] = defaultdict(float)
+    for part in parts:
+        for codec, nbytes in part.codecs.items():
+            codecs[codec] += nbytes
+
+    def total(name: str) -> float:
+        return float(sum(getattr(part, name) for part in parts))
+
+    return {
+        "prefill": prefill,
+        "decode": decode,
+        "bytes_s": round(total("bytes_s")),
+        "codecs": dict(codecs),
+        "chunks": total("chunks"),
+        "early_chunks": total("early_chunks"),
+        "transfers": total("transfers"),
+        "failed": total("failed"),
+    }
+
 
 EVENTS = "/live"
 EVERY_S = 1.0
@@ -91,12 +138,12 @@ class LiveState:
             await response.prepare(request)
             drawn: Any = None
             while not self._ended.is_set():
-                told = state(shared, asyncio.get_running_loop().time())
-                if told["trends"] == drawn:
-                    del told["trends"]  # the page keeps them
+                content = state(shared, asyncio.get_running_loop().time())
+                if content["trends"] == drawn:
+                    del content["trends"]  # the page keeps them
                 else:
-                    drawn = told["trends"]
-                text = json.dumps(told)
+                    drawn = content["trends"]
+                text = json.dumps(content)
                 await response.write(f"data: {text}\n\n".encode())
                 with suppress(TimeoutError):
                     async with asyncio.timeout(EVERY_S):
@@ -110,8 +157,8 @@ class LiveState:
 
 def _role_why(engine: BackendEngine) -> str:
     """What is known of an engine's role, in words."""
-    told = engine.role_state.describe(engine.role)
-    return ", ".join(f"{name}: {_words(told[name])}" for name in told)
+    facts = engine.role_state.describe(engine.role)
+    return ", ".join(f"{name}: {_words(facts[name])}" for name in facts)
 
 
 def _words(value: Any) -> str:
@@ -124,22 +171,22 @@ def _about(engine: BackendEngine) -> str:
     return ", ".join(part for part in (engine.about.model, software) if part)
 
 
-def _state_of(engine: BackendEngine, known: dict[str, Any]) -> str:
+def _state_of(engine: BackendEngine, health: dict[str, Any]) -> str:
     """One word for whether the engine gets requests."""
     if engine.draining:
         return "draining"
     if not engine.up:
-        return str(known.get("state", "down"))
+        return str(health.get("state", "down"))
     return "moving" if engine.role_state.moving else "paused" if engine.circuit.cause else "up"
 
 
-def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[str, Any]:
-    """One engine as the page shows it. `known`: its state as `/health` shows it."""
-    traffic, cache = engine.traffic, known.get("cache", {})
+def _shown(engine: BackendEngine, health: dict[str, Any], now_s: float) -> dict[str, Any]:
+    """One engine as the page shows it. `health`: its state as `/health` shows it."""
+    traffic, cache = engine.traffic, health.get("cache", {})
     return {
         "url": engine.url,
-        "role": known.get("role", engine.role),
-        "state": _state_of(engine, known),
+        "role": health.get("role", engine.role),
+        "state": _state_of(engine, health),
         "why": engine.warning or engine.reason,
         "about": _about(engine),
         "transports": traffic.transports,
@@ -168,24 +215,25 @@ def _shown(engine: BackendEngine, known: dict[str, Any], now_s: float) -> dict[s
 def state(shared: Shared, now_s: float) -> dict[str, Any]:
     """The content of the page: what is wrong, the last minutes, and each engine as policies see it."""
     pool = shared.pool
-    told = {one["url"] + one["role"]: one for one in pool.describe()}
+    health = {state["url"] + state["role"]: state for state in pool.describe()}
     beats = shared.metrics.pulse.beats(now_s)
     sums = recent(beats, now_s)
     late = overflow(beats, now_s)
-    found = troubles(pool.engines, pool.decisions, sums, late, now_s)
+    diagnostics = troubles(pool.engines, pool.decisions, sums, late, now_s)
     return {
         "policy": shared.config.route_policy,
         "waiting": shared.front.waiting,
         "handoffs": handoffs_of(pool.engines),
-        "troubles": [one._asdict() for one in found],
+        "troubles": [diagnostic._asdict() for diagnostic in diagnostics],
         "trends": trends(beats, now_s),
         "recent": msgspec.to_builtins(sums),
         "pairs": pairs(pool.engines),
         "decisions": [
-            {**one._asdict(), "key": str(one.at_s), "at_s": round(now_s - one.at_s)}
-            for one in pool.decisions
+            {**decision._asdict(), "key": str(decision.at_s), "at_s": round(now_s - decision.at_s)}
+            for decision in pool.decisions
         ],
         "engines": [
-            _shown(engine, told.get(engine.url + engine.role, {}), now_s) for engine in pool.engines
+            _shown(engine, health.get(engine.url + engine.role, {}), now_s)
+            for engine in pool.engines
         ],
     }

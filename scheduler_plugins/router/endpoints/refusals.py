@@ -29,9 +29,16 @@ def instead_of(path: str) -> str:
     """What to use in place of an endpoint that the router does not have."""
     if said := _INSTEAD.get(path):
         return said
-    known = (*PAIRED, "/v1/models", *ONE_ENGINE)
+    served = (*PAIRED, "/v1/models", *ONE_ENGINE)
     # A client's base URL often has `/v1` once too often, or not at all.
-    if near := next((one for one in known if path.endswith(one) or one == f"/v1{path}"), None):
+    if near := next(
+        (
+            path_served
+            for path_served in served
+            if path.endswith(path_served) or path_served == f"/v1{path}"
+        ),
+        None,
+    ):
         return f"the router has no such endpoint; use {near}"
     return (
         f"the router has no such endpoint; it serves {COMPLETIONS}, {CHAT}, {GENERATE} and others (docs/router.md). "

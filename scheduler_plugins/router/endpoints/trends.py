@@ -32,16 +32,16 @@ class Recent(msgspec.Struct, frozen=True):
 def recent(beats: Sequence[Beat], now_s: float) -> Recent:
     """Sums of the last minutes."""
     first = now_s // BEAT_S - RECENT_S // BEAT_S
-    found = [beat for beat in beats if beat.number >= first]
+    kept = [beat for beat in beats if beat.number >= first]
     codecs, outcomes = Counter[str](), Counter[str]()
-    for beat in found:
+    for beat in kept:
         codecs.update(beat.codecs)
         outcomes.update(beat.outcomes)
     return Recent(
-        sum(beat.arrivals for beat in found),
-        sum(beat.refusals for beat in found),
-        sum(beat.sent_chunks for beat in found),
-        sum(beat.early_chunks for beat in found),
+        sum(beat.arrivals for beat in kept),
+        sum(beat.refusals for beat in kept),
+        sum(beat.sent_chunks for beat in kept),
+        sum(beat.early_chunks for beat in kept),
         dict(codecs),
         dict(outcomes),
     )
@@ -51,9 +51,9 @@ def overflow(beats: Sequence[Beat], now_s: float) -> float:
     """Part of the last ten minutes' prompts that engines without a GPU computed because all others would be late; 0 if
     there were too few prompts."""
     first = now_s // BEAT_S - OVERFLOW_S // BEAT_S
-    found = [beat for beat in beats if beat.number >= first]
-    prompts = sum(beat.arrivals for beat in found)
-    return sum(beat.overflows for beat in found) / prompts if prompts >= FEWEST else 0.0
+    kept = [beat for beat in beats if beat.number >= first]
+    prompts = sum(beat.arrivals for beat in kept)
+    return sum(beat.overflows for beat in kept) / prompts if prompts >= FEWEST else 0.0
 
 
 def trends(beats: Sequence[Beat], now_s: float) -> dict[str, list[float | None]]:

@@ -119,7 +119,7 @@ class EngineCaches:
         followed = self._followed[engine.name]
         followed.tasks.pop(rank).cancel()
         del followed.by_rank[rank]
-        self.prefixes.untold_rank(engine.name, rank)
+        self.prefixes.rank_events_ended(engine.name, rank)
 
     def lost(self, engine: BackendEngine) -> None:
         """The engine ended, or may have ended: forget its cache."""

@@ -150,7 +150,7 @@ class Inquiry:
         raw = await self._ask(EngineCall("GET", "/metrics", {}), self._config().health_timeout_s)
         text = kv_lines(raw)
         outage = outage_in(text)
-        problem = f"{outage.found}. What to do: {outage.advice}" if outage else ""
+        problem = f"{outage.finding}. What to do: {outage.advice}" if outage else ""
         return Arrivals(problem, handoffs_in(text), read(text, asyncio.get_running_loop().time()))
 
     async def vllm_handover(self, ranks: int) -> Handover:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines behind the router, and the tasks that watch their health."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import secrets
@@ -18,7 +20,6 @@ from pd_connector.protocol.wire.params import ProducerAddress
 from scheduler_plugins.cost.model import StepLoad
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.router.engines.caches import EngineCaches
-from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.engine_set import assume_costs, note_circuit
 from scheduler_plugins.router.engines.failures import EngineFailedError, UnreachableError
@@ -37,6 +38,36 @@ from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.elastic import Place
+
+
+def described(engine: BackendEngine) -> dict[str, Any]:
+    """The engine's state as `/health` shows it."""
+    state: dict[str, Any] = {
+        "url": engine.url,
+        "role": engine.role,
+        "state": "up" if engine.up else "down",
+        "in_flight": engine.in_flight,
+    }
+    if engine.kind is not None:
+        state["kind"] = engine.kind
+    elif not engine.role_given:
+        state["role"] = "unknown"
+    state |= {name: said for name, said in engine.about._asdict().items() if said}
+    if engine.hands_over:
+        state["hands_over_kv"] = engine.address is not None
+    state |= engine.role_state.describe(engine.role)
+    if engine.handoffs:
+        state["handoffs"] = engine.handoffs
+    if engine.draining:
+        state["draining"] = True
+    if engine.circuit.cause:
+        state["circuit"] = engine.circuit.cause
+    if engine.reason:
+        state["reason"] = engine.reason
+    if engine.warning:
+        state["warning"] = engine.warning
+    return state
+
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +170,8 @@ class EnginePool:
     def use(self, config: RouterConfig) -> None:
         """Use these settings from now on: engines join and leave accordingly.
 
-        A leaving engine gets no new requests, and has `drain_timeout_s` for its open ones. Joining engines are
+        A leaving engine gets no new requests, and has `drain_timeout_s` for its open ones. If its URL comes back before,
+        the same engine stays: each URL has one engine. Joining engines are
         checked before others leave. While a new name cannot be looked up, no engine leaves. An engine gets another
         role only if its own entry has changed: other edits leave roles alone.
         """
@@ -233,8 +265,7 @@ class EnginePool:
         del self._leaving[engine]
         self._tasks.pop(engine).cancel()
         del self._watches[engine]
-        if not any(other.url == engine.url for other in self._watches):
-            self.caches.removed(engine)
+        self.caches.removed(engine)
         engine.set_down(asyncio.get_running_loop().time(), "removed", refusing=False)
         engine.forget_metrics()
         self._stores.update()

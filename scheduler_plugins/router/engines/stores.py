@@ -71,7 +71,7 @@ class StoreReaders:
             first = engine
             if page is not None:
                 changes = ((event.key, event.tier) for event in page.events)
-                self._prefixes.store_told(store, changes, whole=page.whole)
+                self._prefixes.apply_journal(store, changes, whole=page.whole)
                 after = page.next
             more = page is not None and page.more and page.events
             await asyncio.sleep(PAGE_PAUSE_S if more else self._pause_s())

@@ -175,6 +175,8 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
     if prefill.kind is Kind.SGLANG:
         address = prefill.addresses[room % len(prefill.addresses)]
         sampling = {"max_new_tokens": 1, "temperature": 0}
+        # vLLM computes the last token, from the states before it.
+        ids = ids[:-1] if address.keeps_states and len(ids) > 1 else ids
         copy = {"input_ids": list(ids), "sampling_params": sampling, "stream": False}
         return Handoff(
             GENERATE,
@@ -193,7 +195,10 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
             **({"min_tokens": 1} if request.get("min_tokens") else {}),
             **({} if logprobs < 0 else {"logprobs": logprobs}),
             **passed,
-            "kv_transfer_params": {**prefill_params(str(room)), **pool_wishes(request)},
+            "kv_transfer_params": {
+                **prefill_params(str(room), from_first_token=True),
+                **pool_wishes(request),
+            },
         },
         {
             **_clean(request),

@@ -35,7 +35,9 @@ class BlockIndex:
     @property
     def nbytes(self) -> int:
         """Size in bytes, with the hashes."""
-        return sum(sys.getsizeof(one) + _INTEGER_BYTES * len(one) for one in self._blocks.values())
+        return sum(
+            sys.getsizeof(blocks) + _INTEGER_BYTES * len(blocks) for blocks in self._blocks.values()
+        )
 
     def add(self, engine: str) -> None:
         """Add an engine without blocks. Does nothing if the engine is known."""

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import Any
 
 import zmq
@@ -15,9 +16,66 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from pd_connector.control.liveness import keep_alive
-from scheduler_plugins.router.index.batch_numbers import BatchNumbers, Step
 from scheduler_plugins.router.index.events import END_SEQUENCE, Batch, EventError, decode
 from scheduler_plugins.router.index.prefixes import Prefixes, part_name
+
+
+class Step(Enum):
+    """What to do with a batch."""
+
+    APPLY = "apply"
+    SKIP = "skip"
+    """The batch was applied before."""
+    REPLAY = "replay"
+    """Earlier batches are missing: ask for them from `next_number` on."""
+    RESTART = "restart"
+    """The engine has restarted: forget its blocks, then call `step` again."""
+
+
+KEPT = 1_000
+"""Number of batches whose times are remembered. A batch comes twice only if it came while a replay ran."""
+
+
+class BatchNumbers:
+    """The numbers of one engine's batches, by which missing events are detected. No I/O.
+
+    An engine numbers its batches from 0, and starts again at 0 when it restarts. It sends no snapshot of its cache.
+    Events that the router missed can only be replayed, as far back as the engine keeps them.
+    """
+
+    def __init__(self) -> None:
+        self.next_number = 0
+        """Number of the batch that is expected next."""
+        self._last_ts = float("-inf")
+        self._times: dict[int, float] = {}  # batch number -> time, of recent batches
+
+    def step(self, number: int, ts: float) -> Step:
+        """What to do with a batch that was published, not replayed. Changes nothing.
+
+        Args:
+            ts: time of the batch, by the engine's clock. An old number with another time means a restarted engine,
+                even if its clock was set back.
+        """
+        if number < self.next_number:
+            applied_ts = self._times.get(number)
+            new = ts > self._last_ts if applied_ts is None else ts != applied_ts
+            return Step.RESTART if new else Step.SKIP
+        return Step.APPLY if number == self.next_number else Step.REPLAY
+
+    def applied(self, number: int, ts: float) -> None:
+        """A batch was applied."""
+        self.next_number = number + 1
+        self._last_ts = ts
+        self._times[number] = ts
+        if len(self._times) > KEPT:
+            del self._times[next(iter(self._times))]
+
+    def restart(self) -> None:
+        """The engine has restarted: it counts from 0."""
+        self.next_number = 0
+        self._last_ts = float("-inf")
+        self._times.clear()
+
 
 logger = logging.getLogger(__name__)
 
@@ -109,21 +167,23 @@ class EventFollower:
     def describe(self) -> dict[str, Any]:
         """The state of the engine's cache, for `/health`."""
         state = self._prefixes.state_of_rank(self.engine, self.rank)
-        told: dict[str, Any] = {"source": "events", "blocks": state.blocks}
+        state_now: dict[str, Any] = {"source": "events", "blocks": state.blocks}
         if self.reached is False:
-            told["note"] = f"{self._endpoint} cannot be reached: nothing is learnt of this cache"
-            told["unreachable"] = self._endpoint
+            state_now["note"] = (
+                f"{self._endpoint} cannot be reached: nothing is learnt of this cache"
+            )
+            state_now["unreachable"] = self._endpoint
         elif self.first is None:
-            told["note"] = f"no event has come from {self._endpoint} yet"
+            state_now["note"] = f"no event has come from {self._endpoint} yet"
         elif self.first:
-            told["note"] = (
+            state_now["note"] = (
                 f"engines send no snapshot: blocks cached before batch {self.first} are not known"
             )
         if state.unknown:
-            told["unknown_blocks"] = state.unknown
+            state_now["unknown_blocks"] = state.unknown
         if self.dropped:
-            told["dropped"] = self.dropped
-        return told
+            state_now["dropped"] = self.dropped
+        return state_now
 
     async def _follow(self) -> None:
         with self._context.socket(zmq.SUB) as events:
@@ -228,7 +288,7 @@ class EventFollower:
             self.first = number
         elif self.first is None:
             self.first = number
-        self._prefixes.told(self.engine, batch, self.rank)
+        self._prefixes.apply_events(self.engine, batch, self.rank)
         self.lag_s = max(0.0, time.time() - batch.ts)
         self._numbers.applied(number, batch.ts)
 

@@ -42,14 +42,14 @@ def block_hashes(
     digest = block_tokens if parent is None else parent
     step = TOKEN_BYTES * block_tokens
     count = len(tokens) // step
-    found = list[int]()
+    hashes = list[int]()
     view = memoryview(tokens)
     for n in range(count):
         if n < len(extras) and extras[n]:
             digest = xxh3_64_intdigest(extras[n], digest)
         digest = xxh3_64_intdigest(view[n * step : (n + 1) * step], digest)
-        found.append(digest)
-    return found
+        hashes.append(digest)
+    return hashes
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
@@ -90,7 +90,7 @@ def prompt_extras(adapter: str, salt: str) -> tuple[bytes, ...]:
 
     The adapter's name in the first block is enough, because each hash covers all blocks before it.
     """
-    first = extra_bytes([one for one in (adapter, salt) if one])
+    first = extra_bytes([key for key in (adapter, salt) if key])
     return (first,) if first else ()
 
 

@@ -112,7 +112,7 @@ class HeldBlocks:
 
     def _removed(self, names: Sequence[BlockName]) -> None:
         gone = [self._ours.pop(_name(name), None) for name in names]
-        self._index.remove(self._engine, [one for one in gone if one is not None])
+        self._index.remove(self._engine, [block for block in gone if block is not None])
 
 
 def _name(name: BlockName) -> int:

@@ -49,7 +49,7 @@ class Prefixes:
         self._held: dict[str, dict[int, HeldBlocks]] = {}
         self._recent: dict[str, RecentBlocks] = {}
         self._stores: dict[str, StoredChunks] = {}
-        self._asked = set[str]()  # engines whose guess was looked up
+        self._looked_up = set[str]()  # engines whose guess was looked up
 
     @property
     def nbytes(self) -> int:
@@ -67,15 +67,15 @@ class Prefixes:
         Args:
             text_tokens: approximate number of tokens that one text hash covers.
         """
-        found = [0] * len(engines)
+        most = [0] * len(engines)
         for index, hashes, which in self._questions(prompt, engines, now_s):
             parts = [(n, part) for n in which for part in self._parts(index, engines[n].name)]
             matched = index.match(hashes, [part for _, part in parts])
             for (n, _), blocks in zip(parts, matched, strict=True):
                 if hashes is prompt.text:
                     blocks = blocks * text_tokens // max(1, engines[n].block_tokens)
-                found[n] = max(found[n], blocks)
-        return found
+                most[n] = max(most[n], blocks)
+        return most
 
     def in_store(self, prompt: PromptKeys, place: StorePlace) -> InStore:
         """How much of a prompt the store of a host has, for the model of this place in it."""
@@ -107,7 +107,7 @@ class Prefixes:
         for n, engine in enumerate(engines):
             held = prompt.tokens is not None and engine.name in self._held
             if not held:
-                self._asked.add(engine.name)
+                self._looked_up.add(engine.name)
                 self._refresh(engine.name, now_s)
             size = engine.block_tokens if prompt.tokens is not None else 0
             grouped.setdefault((held, size), []).append(n)
@@ -120,7 +120,7 @@ class Prefixes:
             for (held, size), which in grouped.items()
         ]
 
-    def told(self, engine: str, batch: Batch, rank: int = 0) -> None:
+    def apply_events(self, engine: str, batch: Batch, rank: int = 0) -> None:
         """Apply events of a data-parallel rank of the engine."""
         parts = self._held.setdefault(engine, {})
         held = parts.get(rank)
@@ -128,7 +128,7 @@ class Prefixes:
             held = parts[rank] = HeldBlocks(self._held_index, part_name(engine, rank))
         held.apply(batch)
 
-    def store_told(self, store: str, changes: Iterable[tuple[str, str]], *, whole: bool) -> None:
+    def apply_journal(self, store: str, changes: Iterable[tuple[str, str]], *, whole: bool) -> None:
         """Apply a page of a store's journal; see `StoredChunks.apply`."""
         if store not in self._stores:
             self._stores[store] = StoredChunks(self._held_index, store)
@@ -140,8 +140,8 @@ class Prefixes:
 
     def forget_store(self, store: str) -> None:
         """No engine uses the store any more."""
-        if found := self._stores.pop(store, None):
-            found.drop()
+        if chunks := self._stores.pop(store, None):
+            chunks.drop()
 
     def prefilled(self, engine: EngineKeys, prompt: PromptKeys, now_s: float) -> Hashes:
         """Note that the engine has computed a prompt. Events take precedence over this guess.
@@ -152,7 +152,7 @@ class Prefixes:
             return NO_HASHES
         hashes = prompt.text if prompt.tokens is None else prompt.blocks(engine.block_tokens)
         self.prefilled_blocks(engine.name, hashes, now_s)
-        return hashes if engine.name in self._asked else NO_HASHES
+        return hashes if engine.name in self._looked_up else NO_HASHES
 
     def prefilled_blocks(self, engine: str, hashes: Hashes, now_s: float) -> None:
         """As `prefilled`, for a prompt that another router has sent."""
@@ -182,16 +182,16 @@ class Prefixes:
 
     def remove(self, engine: str) -> None:
         """The engine left for good."""
-        self.untold(engine)
+        self.events_ended(engine)
         if self._recent.pop(engine, None) is not None:
             self._recent_index.drop(engine)
 
-    def untold(self, engine: str) -> None:
+    def events_ended(self, engine: str) -> None:
         """The engine sends no events any more."""
         for rank in list(self._held.get(engine, ())):
-            self.untold_rank(engine, rank)
+            self.rank_events_ended(engine, rank)
 
-    def untold_rank(self, engine: str, rank: int) -> None:
+    def rank_events_ended(self, engine: str, rank: int) -> None:
         """The rank sends no events any more."""
         parts = self._held.get(engine, {})
         if parts.pop(rank, None) is not None:

@@ -67,18 +67,18 @@ class PromptKeys(Sequence[bytes]):
         """Hashes of the prompt's blocks of this many tokens; empty if its tokens are not known."""
         if self.tokens is None or block_tokens < 1:
             return NO_HASHES
-        found = self._by_size.get(block_tokens)
-        if found is None:
-            found = block_hashes(self.tokens, block_tokens, self.extras)
-            self._by_size[block_tokens] = found
-        return found
+        hashes = self._by_size.get(block_tokens)
+        if hashes is None:
+            hashes = block_hashes(self.tokens, block_tokens, self.extras)
+            self._by_size[block_tokens] = hashes
+        return hashes
 
     def chunks(self, place: StorePlace) -> Hashes:
         """Hashes of the prompt's chunks in a store; empty if it cannot be there, or its tokens are not known."""
         if self.tokens is None or self.salt is None or place.chunk_tokens != CHUNK_TOKENS:
             return NO_HASHES
-        found = self._by_model.get(place.model)
-        if found is None:
-            found = chunk_hashes(bytes.fromhex(place.model), self.tokens, self.salt)
-            self._by_model[place.model] = found
-        return found
+        hashes = self._by_model.get(place.model)
+        if hashes is None:
+            hashes = chunk_hashes(bytes.fromhex(place.model), self.tokens, self.salt)
+            self._by_model[place.model] = hashes
+        return hashes

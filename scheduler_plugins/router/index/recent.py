@@ -64,9 +64,9 @@ class RecentBlocks:
         """Add the prompts noted since the last call to the index."""
         several = list(islice(reversed(self._noted), self._unsettled))[::-1]
         self._unsettled = 0
-        for one in several:
-            self._used.update(dict.fromkeys(one.hashes, one.number))
-            self._index.store(self._engine, one.hashes)
+        for prompt in several:
+            self._used.update(dict.fromkeys(prompt.hashes, prompt.number))
+            self._index.store(self._engine, prompt.hashes)
 
     def forget(self, now_s: float) -> None:
         """Drop prompts that are too old, or exceed the capacity."""
@@ -80,9 +80,9 @@ class RecentBlocks:
             if len(self._noted) < self._unsettled:
                 self._unsettled -= 1
                 continue
-            gone = {one for one in oldest.hashes if self._used.get(one) == oldest.number}
-            for one in gone:
-                del self._used[one]
+            gone = {block for block in oldest.hashes if self._used.get(block) == oldest.number}
+            for block in gone:
+                del self._used[block]
             self._index.remove(self._engine, [*gone])
 
     def clear(self) -> None:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 EVERY_S = 1.0
 LARGEST = (
     "pd_router:engine_up",
+    "pd_router:engines_wanted",
     "pd_router:fellows",
     "pd_router:kv_event_lag_seconds",
     "pd_router:kv_events_connected",

@@ -11,10 +11,11 @@ routers prove that they have it, and messages are encrypted (CURVE).
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -36,6 +37,7 @@ from scheduler_plugins.router.peer_routers.advertised_roles import AdvertisedRol
 from scheduler_plugins.router.peer_routers.counts import SenderCounts
 from scheduler_plugins.router.peer_routers.worker_place import WorkerPlace
 from scheduler_plugins.router.roles.base import Front
+from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
@@ -265,9 +267,7 @@ class PeerRouters:
             # Also report an engine whose last prompt has ended. That time is when its next prompt began, which may be
             # another router's.
             if any(counts):
-                # A leaving engine may have returned on another side, but it is the same engine.
-                counted = engines.get(engine.url)
-                engines[engine.url] = counts if counted is None else _added(counted, counts)
+                engines[engine.url] = counts
         roles, history = self._roles.telling(), self._pool.history
         front, listed, decisions = dict(self._waiting()), None, tuple[Decision, ...]()
         if self._router_id:
@@ -462,3 +462,39 @@ def _with_age(counts: list[float], now_s: float) -> list[float]:
 
 
 _DECODER = msgspec.msgpack.Decoder(InFlight)
+
+
+@asynccontextmanager
+async def exchanging(
+    config: RouterConfig,
+    pool: EnginePool,
+    metrics: Metrics,
+    place: WorkerPlace | None,
+    waiting: Callable[[], Mapping[str, Front]],
+) -> AsyncIterator[PeerRouters]:
+    """Exchange load inside the block, if the router has several workers or the settings name other routers.
+
+    Raises:
+        OSError: the address `exchange` cannot be bound.
+    """
+    peers = PeerRouters(pool, metrics, key=config.router_key, place=place, waiting=waiting)
+    if not (config.exchange or config.fellows or place):
+        yield peers
+        return
+    task = asyncio.create_task(peers.run(config.exchange, config.fellows), name="load exchange")
+    await asyncio.sleep(0)
+    if task.done():
+        error = task.exception()
+        do = {
+            errno.EADDRINUSE: "another program listens there; take another port with --exchange",
+            errno.EADDRNOTAVAIL: "this machine has no such address; name one of its own with --exchange",
+        }
+        raise OSError(
+            f"{config.exchange} (exchange): {do.get(getattr(error, 'errno', None) or 0, error)}"
+        )
+    try:
+        await peers.introduced()
+        yield peers
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

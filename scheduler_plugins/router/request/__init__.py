@@ -9,7 +9,7 @@
 | `dispatch` | one attempt: what its engines are sent |
 | `responder`, `aborts` | an engine's answer on its way to the client, and whether an early end was wanted |
 | `resumable` | which streams can go on at another engine, and from which token |
-| `resume`, `resume_tokens` | the sent part of a stream, and the request with which another engine goes on |
+| `resume`, `resumable.TokenRecord` | the sent part of a stream, and the request with which another engine goes on |
 | `pace`, `request_events` | the pace of a stream's tokens, and what role policies learn of a request |
 | `shared` | the objects that all requests share |
 """

@@ -6,7 +6,8 @@
 | `RolePolicy` | decides which engines change their role |
 | `Fleet` | all that a role policy knows |
 | `Member`, `Front` | an engine of the fleet, and requests that wait in the router |
-| `Move` | the decision |
+| `Move`, `Scale` | the decisions |
+| `Coming` | engines that were asked for and do not serve yet |
 """
 
 from __future__ import annotations
@@ -25,6 +26,24 @@ class Move(NamedTuple):
     engine: str  # its name
     role: Role
     cause: str  # a sentence with its numbers, for logs
+
+
+class Scale(NamedTuple):
+    """Have this number of engines on a side of a group: start what is missing, stop what is too much."""
+
+    group: str
+    role: Role  # `PREFILL` or `DECODE`
+    engines: int  # in all; those that serve, come or are pinned are part of it
+    cause: str  # a sentence with its numbers, for logs
+
+
+class Coming(NamedTuple):
+    """Engines of a side that were asked for and do not serve yet. They count when they serve."""
+
+    group: str
+    role: Role
+    engines: int
+    since_s: float  # when the last of them was asked for, or has come
 
 
 class Member(NamedTuple):
@@ -62,10 +81,15 @@ class Fleet(NamedTuple):
     members: Sequence[Member]  # always in the same order
     history: History
     front: Mapping[str, Front] = {}  # by group; groups without an entry have nothing waiting
+    coming: Sequence[Coming] = ()
+    start_s: float = 60.0  # from the wish for an engine until it serves
+    usual_per_s: Mapping[str, float] = {}
+    """Requests a second that earlier days had at the time when an engine would serve that is asked for now, by group.
+    Groups without an entry are not known for two days."""
 
 
 class RolePolicy(ABC):
-    """Decides which engines change their role.
+    """Decides which engines change their role, and how many there are.
 
     The controller calls it about once a second. It hides its guards from the policy: an engine that must not move now
     has only its present role in `may`. A policy proposes; the controller checks each proposal again.
@@ -74,9 +98,14 @@ class RolePolicy(ABC):
     route: ClassVar[str] = ""
     """The route policy that belongs to it, used if the user names none; empty: the router's default."""
 
-    @abstractmethod
-    def decide(self, fleet: Fleet, now_s: float) -> list[Move]:
-        """Moves that would help, the most useful first. No I/O, no clock, no randomness.
+    scales: ClassVar[bool] = False
+    """Whether it proposes `Scale`. Then each group needs `max_prefill` and `max_decode`. A `Scale` of another policy is
+    refused."""
 
-        Only the first move of each group is carried out. The next call sees the new fleet.
+    @abstractmethod
+    def decide(self, fleet: Fleet, now_s: float) -> Sequence[Move | Scale]:
+        """Moves that would help, the most useful first, and numbers of engines. No I/O, no clock, no randomness.
+
+        Only the first move of each group is carried out. The next call sees the new fleet. A number of engines holds
+        until the next one for that side.
         """

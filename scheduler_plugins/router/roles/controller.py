@@ -10,7 +10,8 @@ from math import inf
 from pd_connector.pauses import doubled_s
 from scheduler_plugins.router.policies.added import PolicyError
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy
+from scheduler_plugins.router.roles.base import Fleet, Member, Move, RolePolicy, Scale
+from scheduler_plugins.router.roles.scaling import Limits, ScaleGuards
 
 DWELL_S = 30.0
 """An engine keeps a new role at least this long."""
@@ -53,6 +54,8 @@ class RoleController:
     | repair | if all engines of a side are dead, an engine of the other side moves at once; only `may` and pins hold.
         It goes home after a dwell, when the side has other engines again |
 
+    Numbers of engines (`Scale`) have guards of their own (`scaling.ScaleGuards`). They are refused without `limits`.
+
     A policy that fails, or proposes what no fleet can do, loses that proposal and nothing else: guards and repairs go on.
     `fault` says what was wrong in the last call of `moves`.
 
@@ -68,10 +71,14 @@ class RoleController:
         pause_s: float = PAUSE_S,
         min_prefill: int = 1,
         min_decode: int = 1,
+        limits: Limits | None = None,
     ) -> None:
-        """`min_prefill`, `min_decode`: of each group."""
+        """`min_prefill`, `min_decode`: of each group. `limits`: None if no engine is started or stopped."""
         self.policy = policy
         self.fault: BaseException | None = None
+        self.scales: list[Scale] = []
+        """The number of engines of each side, after each call of `moves`."""
+        self._scaling = None if limits is None else ScaleGuards(limits)
         self._dwell_s = dwell_s
         self._pause_s = pause_s
         self._minima = {Role.PREFILL: min_prefill, Role.DECODE: min_decode}
@@ -110,9 +117,17 @@ class RoleController:
         self._repaired.discard(engine)
         self._failures[engine] = (now_s, self._failures.get(engine, (0.0, 0))[1] + 1)
 
+    def not_started(self, group: str, role: Role, now_s: float) -> None:
+        """Engines that `scales` asked for could not be started. No more are asked for in a pause."""
+        if self._scaling is not None:
+            self._scaling.failed(group, role, now_s)
+
     def moves(self, fleet: Fleet, now_s: float) -> list[Move]:
-        """Moves to carry out now: at most one for each group. Call it about once a second."""
+        """Moves to carry out now: at most one for each group. Call it about once a second. Numbers of engines are in
+        `scales` afterwards."""
         self._forget(fleet.members, now_s)
+        if self._scaling is not None:
+            fleet = fleet._replace(coming=self._scaling.coming(fleet.members, now_s))
         groups = dict[str, list[Member]]()
         for each in fleet.members:
             groups.setdefault(each.group, []).append(each)
@@ -129,7 +144,10 @@ class RoleController:
             for each in seen
             if each.name in self._repaired and each.home in each.may
         ]
-        for move in [*homes, *self._proposed(fleet._replace(members=seen), now_s)]:
+        proposed, scales = self._proposed(fleet._replace(members=seen), now_s)
+        if self._scaling is not None:
+            self.scales = self._scaling.settle(scales, fleet.members, self._pinned, now_s)
+        for move in [*homes, *proposed]:
             member = members_by_name[move.engine]
             if member.group in moves or move.role is member.role:
                 continue
@@ -140,21 +158,28 @@ class RoleController:
             self._begin(name, members_by_name[move.engine].role, move, now_s)
         return list(moves.values())
 
-    def _proposed(self, fleet: Fleet, now_s: float) -> list[Move]:
-        """The moves that the policy proposes and that have a meaning."""
-        self.fault, moves = None, list[Move]()
+    def _proposed(self, fleet: Fleet, now_s: float) -> tuple[list[Move], list[Scale]]:
+        """What the policy proposes and has a meaning."""
+        self.fault, moves, scales = None, list[Move](), list[Scale]()
         names = [member.name for member in fleet.members]
+        known = {member.group for member in fleet.members}
         try:
-            for move in self.policy.decide(fleet, now_s):
-                if problem := _problem(move, names):
-                    self.fault = PolicyError(f"it proposed {move!r}: {problem}")
+            for proposal in self.policy.decide(fleet, now_s):
+                if isinstance(proposal, Scale) and self._scaling is not None:
+                    problem = _scale_problem(proposal, known)
                 else:
-                    moves.append(move._replace(role=Role(move.role)))
+                    problem = _problem(proposal, names)
+                if problem:
+                    self.fault = PolicyError(f"it proposed {proposal!r}: {problem}")
+                elif isinstance(proposal, Scale):
+                    scales.append(proposal._replace(role=Role(proposal.role)))
+                else:
+                    moves.append(proposal._replace(role=Role(proposal.role)))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # another package's code can raise SystemExit, too
             self.fault = error
-        return moves
+        return moves, scales
 
     def _begin(self, group: str, role: Role, move: Move, now_s: float) -> None:
         self._moving[move.engine] = move.role
@@ -252,6 +277,8 @@ class RoleController:
 
 def _problem(move: object, engines: Sequence[str]) -> str:
     """Why a proposal has no meaning; empty if it has one."""
+    if isinstance(move, Scale):
+        return "no engine is started or stopped here: the policy must set `scales`, and its group have max_prefill and max_decode"
     if not isinstance(move, Move):
         return "must be a Move (scheduler_plugins/router/roles/base.py)"
     if move.engine not in engines:
@@ -259,6 +286,19 @@ def _problem(move: object, engines: Sequence[str]) -> str:
     if move.role not in list(_TOWARDS):
         return f"role must be one of {', '.join(_TOWARDS)}"
     cause: object = move.cause
+    return "" if isinstance(cause, str) else "cause must be a text"
+
+
+def _scale_problem(scale: Scale, groups: Iterable[str]) -> str:
+    """Why a number of engines has no meaning; empty if it has one."""
+    engines: object = scale.engines
+    if scale.group not in groups:
+        return f"group must be one of {', '.join(sorted(groups))}"
+    if scale.role not in list(_SIDES):
+        return f"role must be one of {', '.join(_SIDES)}"
+    if not isinstance(engines, int) or isinstance(engines, bool) or engines < 0:
+        return "engines must be a whole number from 0 on"
+    cause: object = scale.cause
     return "" if isinstance(cause, str) else "cause must be a text"
 
 

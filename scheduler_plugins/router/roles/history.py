@@ -118,6 +118,20 @@ class History:
         passed_s = min(seconds, max(0.0, now_s - self._begun_s))
         return Seen(*sums)._replace(seconds=passed_s)
 
+    def arrivals(self, now_s: float, seconds: float, group: str, bin_s: int) -> list[float]:
+        """Requests that came in each `bin_s` seconds of the last `seconds`, oldest first, up to the second before this
+        one. Bins before the first request of any group are left out."""
+        end = int(now_s)
+        bins = int(min(seconds, max(0.0, end - self._begun_s)) // bin_s)
+        counts = [0.0] * bins
+        for second, row in reversed(self._groups.get(group, ())):
+            n = (end - 1 - second) // bin_s
+            if n >= bins:
+                break
+            if n >= 0:
+                counts[bins - 1 - n] += row[_N["arrivals"]]
+        return counts
+
     def _sums(self, now_s: float, group: str) -> list[float]:
         rows = self._groups.setdefault(group, deque())
         second = int(now_s)

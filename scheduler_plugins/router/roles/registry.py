@@ -15,6 +15,7 @@ from scheduler_plugins.router.roles.arrow import Arrow, ArrowPaper
 from scheduler_plugins.router.roles.base import RolePolicy
 from scheduler_plugins.router.roles.pressure import Pressure
 from scheduler_plugins.router.roles.published import Fixed, Mixed, Ratio, Tetri
+from scheduler_plugins.router.roles.slo import Slo
 
 GROUP = "scheduler_plugins.roles"
 """Entry points of other packages' role policies."""
@@ -28,6 +29,7 @@ ROLES: dict[str, Callable[[], RolePolicy]] = {
     "tetri": Tetri,
     "mixed": Mixed,
     "fixed": Fixed,
+    "slo": Slo,
 }
 """This package's role policies: the names of `--roles`."""
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import msgspec
+
 from pd_connector.hosts import is_loopback
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE, checked_key, class_key
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import DEFAULT, create
+from scheduler_plugins.router.roles.days import Days
 from scheduler_plugins.router.roles.registry import create as create_roles
 from scheduler_plugins.router.settings.elastic import (
     DEFAULT_GROUP,
@@ -25,6 +28,7 @@ from scheduler_plugins.router.settings.elastic import (
     moving_of,
 )
 from scheduler_plugins.router.settings.members import is_name
+from scheduler_plugins.router.settings.scaling import START, STOP, checked_command
 from scheduler_plugins.router.settings.urls import (
     base_urls,
     check_exchange,
@@ -86,7 +90,18 @@ class RouterConfig:
     """Allowed roles and groups of engines, by URL or name. An engine that is left out is in the default group; without
     any `may` here, a policy that `roles` names may move every engine."""
     groups: Mapping[str, Bounds] = field(default_factory=dict)
-    """Fewest engines on each side of a group, by the group's name; 1 for a group that is left out."""
+    """Fewest and most engines on each side of a group, by the group's name. A group that is left out has at least 1."""
+    max_prefill: int = 0
+    """Most prefill engines of a group that gives no number, for role policies that start engines; 0: none is given."""
+    max_decode: int = 0
+    """As `max_prefill`, for decode engines."""
+    start_command: str = ""
+    """Starts an engine for a role policy, and prints its URL; empty: the policy's numbers are only shown in a metric."""
+    stop_command: str = ""
+    """Stops an engine that is drained."""
+    days: str = ""
+    """File where the requests of each minute of the day are summed up, for role policies that start engines; empty: only
+    the last minutes predict."""
     classes: tuple[QosClass, ...] = ONLY
     """Classes of users, with their SLOs."""
     routes: tuple[ClassRule, ...] = ()
@@ -137,6 +152,12 @@ class RouterConfig:
     """Longest wait for an answer of `/health`."""
     drain_timeout_s: float = 30.0
     """Time that an engine which takes no new requests, or leaves, has for answers that show no progress."""
+    engine_start_s: float = 60.0
+    """From the wish for an engine until it serves, for role policies that start engines."""
+    start_timeout_s: float = 900.0
+    """An engine that was asked for and does not serve by then is given up."""
+    stop_timeout_s: float = 120.0
+    """Longest run of `stop_command`."""
     attempts: int = 3
     """Most engines that may accept one request and fail it. Engines that cannot be reached do not count."""
     body_mib: int = 64
@@ -282,6 +303,43 @@ class RouterConfig:
         names = {place.group for url, place in placed.items() if is_name(url)}
         own = [place for url, place in placed.items() if not is_name(url)]
         check_groups(self.groups, self.routes, own, named=names)
+        self._check_scaling(sorted({place.group for place in placed.values()}))
+
+    def _check_scaling(self, groups: Iterable[str]) -> None:
+        scales = (moving := self.moving) is not None and create_roles(moving.policy).scales
+        for setting in (START, STOP):
+            if not (text := getattr(self, setting)):
+                continue
+            if not scales:
+                name = "no role policy" if moving is None else f"role policy {moving.policy}"
+                raise ValueError(
+                    f"{setting}: {name} starts or stops no engine; set roles to slo, or take the command out"
+                )
+            checked_command(setting, text)
+        if bool(self.start_command) is not bool(self.stop_command):
+            given, lacking = (START, STOP) if self.start_command else (STOP, START)
+            raise ValueError(f"{given}: is set without {lacking}; set both, or neither")
+        if self.days and not scales:
+            raise ValueError(
+                "days: only a role policy that starts engines reads it; set roles to slo"
+            )
+        for name in ("max_prefill", "max_decode"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} {getattr(self, name)}: must be 1 or more, or 0 for none")
+        if self.days:
+            Days.load(Path(self.days))  # DaysError is a ValueError, and names the file
+        if scales:
+            for group in groups:
+                self.bounds(group).limits(group, self.start_timeout_s)
+
+    def bounds(self, group: str) -> Bounds:
+        """Fewest and most engines of a group."""
+        bounds = self.groups.get(group, Bounds())
+        return msgspec.structs.replace(
+            bounds,
+            max_prefill=bounds.max_prefill or self.max_prefill,
+            max_decode=bounds.max_decode or self.max_decode,
+        )
 
     @property
     def look_s(self) -> float:

@@ -4,7 +4,7 @@
 | name | what it is |
 |---|---|
 | `Place` | one engine's home, allowed roles and group |
-| `Bounds` | the fewest engines of each side of a group |
+| `Bounds` | the fewest and the most engines of each side of a group |
 | `Moving` | which policy moves engines, and whether it only says so |
 | `Route` | a rule that leads requests to a class and to a group |
 """
@@ -19,6 +19,7 @@ import msgspec
 from scheduler_plugins.qos.rules import ClassRule
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.registry import DEFAULT as DEFAULT_POLICY
+from scheduler_plugins.router.roles.scaling import Limits
 
 DEFAULT_GROUP = "default"
 """The group of engines that name none."""
@@ -37,15 +38,59 @@ class Place(NamedTuple):
 
 
 class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fewest engines that a group keeps on each side."""
+    """Fewest and most engines of each side of a group."""
 
     min_prefill: int = 1
     min_decode: int = 1
+    max_prefill: int = 0
+    """For role policies that start engines. 0: as `--max-prefill` says."""
+    max_decode: int = 0
+    unit_prefill: int = 0
+    """Engines that come and go together with `unit_decode` others. 0: sides are scaled apart."""
+    unit_decode: int = 0
 
     def __post_init__(self) -> None:
         for name in ("min_prefill", "min_decode"):
             if (count := getattr(self, name)) < 1:
                 raise ValueError(f"{name} {count}: must be 1 or more")
+        for name in ("max_prefill", "max_decode", "unit_prefill", "unit_decode"):
+            if (count := getattr(self, name)) < 0:
+                raise ValueError(f"{name} {count}: must be 1 or more, or 0 for none")
+        if bool(self.unit_prefill) is not bool(self.unit_decode):
+            raise ValueError(
+                f"unit_prefill {self.unit_prefill}, unit_decode {self.unit_decode}: give both, or neither"
+            )
+
+    def limits(self, group: str, start_timeout_s: float) -> Limits:
+        """For a role policy that starts engines.
+
+        Raises:
+            ValueError: naming the group, the bound, and what to do.
+        """
+        for side in ("prefill", "decode"):
+            fewest, most = getattr(self, f"min_{side}"), getattr(self, f"max_{side}")
+            if not most:
+                raise ValueError(
+                    f"groups: {group}: max_{side}: must be given, because the role policy starts engines; write the most "
+                    f"that may run (--max-{side} N, or max_{side} in the file)"
+                )
+            if most < fewest:
+                raise ValueError(
+                    f"groups: {group}: max_{side} {most}: is below min_{side} {fewest}; raise it"
+                )
+        unit = {Role.PREFILL: self.unit_prefill, Role.DECODE: self.unit_decode}
+        limits = Limits(
+            {Role.PREFILL: self.min_prefill, Role.DECODE: self.min_decode},
+            {Role.PREFILL: self.max_prefill, Role.DECODE: self.max_decode},
+            unit if self.unit_prefill else {},
+            start_timeout_s,
+        )
+        if self.unit_prefill and limits.units[0] > limits.units[1]:
+            raise ValueError(
+                f"groups: {group}: no number of units of {self.unit_prefill} prefill and {self.unit_decode} decode engines is "
+                "within its bounds; raise max_prefill or max_decode"
+            )
+        return limits
 
 
 class Moving(NamedTuple):

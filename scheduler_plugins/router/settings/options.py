@@ -60,6 +60,23 @@ OPTIONS = {
             "NAME",
             f"policy that moves engines: {', '.join(ROLES)}; dry-run, dry-run:NAME: only say its moves; off: none",
         ),
+        ("max-prefill", "N", "most prefill engines of a group; --roles slo needs it"),
+        ("max-decode", "N", "most decode engines of a group; --roles slo needs it"),
+        (
+            "start-command",
+            "COMMAND",
+            "starts an engine for --roles slo and prints its URL; {role} and {group} are filled in; read by no shell",
+        ),
+        (
+            "stop-command",
+            "COMMAND",
+            "stops a drained engine for --roles slo; {url}, {role}, {group}",
+        ),
+        (
+            "days",
+            "FILE",
+            "file that counts requests by the minute of the day, so that --roles slo knows what earlier days had",
+        ),
         (
             "front-queue",
             "N",
@@ -129,6 +146,17 @@ OPTIONS = {
             "SECONDS",
             "time that an engine which takes no new requests, or leaves, has for answers that show no progress",
         ),
+        (
+            "engine-start-s",
+            "SECONDS",
+            "time that an engine takes to start; --roles slo looks so far ahead",
+        ),
+        (
+            "start-timeout-s",
+            "SECONDS",
+            "longest wait until an engine that --roles slo has asked for serves",
+        ),
+        ("stop-timeout-s", "SECONDS", "longest run of --stop-command"),
         (
             "shutdown-timeout-s",
             "SECONDS",

@@ -4,6 +4,7 @@ changes."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -74,6 +75,10 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     roles: str | bool | None = None
     """As the option `--roles`. YAML reads `off` and `on` as false and true."""
     groups: dict[str, Bounds] = {}
+    start_command: str | tuple[str, ...] | None = None
+    """As the option; a list needs no quotation marks."""
+    stop_command: str | tuple[str, ...] | None = None
+    days: str | None = None
     classes: tuple[QosClass, ...] = ONLY
     routes: tuple[Route, ...] = ()
     limits: dict[str, float] = {}
@@ -97,9 +102,19 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
     try:
         named = {
             name: value
-            for name in ("policy", "decode_policy", "roles")
+            for name in (
+                "policy",
+                "decode_policy",
+                "roles",
+                "start_command",
+                "stop_command",
+                "days",
+            )
             if (value := getattr(file, name)) is not None
         }
+        for name in ("start_command", "stop_command"):
+            if isinstance(command := named.get(name), tuple):
+                named[name] = shlex.join(command)
         if isinstance(file.roles, bool):
             named["roles"] = DEFAULT_POLICY if file.roles else OFF
         sides = {

@@ -113,27 +113,27 @@ class Supervisor:
 
     def start(self) -> None:
         """Start all workers."""
-        for one in self.workers:
-            self._start(one)
+        for worker in self.workers:
+            self._start(worker)
 
     def until_listening(self, ends: set[signal.Signals]) -> bool:
         """Wait until all workers listen. Returns False if a signal ends the router first. Raises OSError: a worker cannot
         listen."""
-        while not all(one.listens for one in self.workers):
+        while not all(worker.listens for worker in self.workers):
             if _signal(ends, _LOOK_S):
                 return False
             self._look()
-            for one in self.workers:
-                if one.reason:
-                    raise OSError(one.reason)
+            for worker in self.workers:
+                if worker.reason:
+                    raise OSError(worker.reason)
         return True
 
     def keep(self, ends: set[signal.Signals]) -> None:
         """Start workers that end again, until a signal ends the router."""
         while True:
-            due = [one.due_s for one in self.workers if one.process is None]
+            due = [worker.due_s for worker in self.workers if worker.process is None]
             wait_s = max(0.0, min(due) - time.monotonic()) if due else None
-            if not all(one.listens for one in self.workers):
+            if not all(worker.listens for worker in self.workers):
                 wait_s = _LOOK_S
             if _signal(ends, wait_s):
                 return
@@ -142,92 +142,102 @@ class Supervisor:
     def close(self) -> None:
         """Let all workers finish their requests and end. Kill those that take longer than they may."""
         until_s = time.monotonic() + self._config.shutdown_timeout_s + _GRACE_S
-        for one in self.workers:
-            if one.process is not None:
-                one.process.terminate()
-        for one in self.workers:
-            while one.process is not None and not self._has_ended(one):
+        for worker in self.workers:
+            if worker.process is not None:
+                worker.process.terminate()
+        for worker in self.workers:
+            while worker.process is not None and not self._has_ended(worker):
                 if time.monotonic() > until_s:
-                    one.process.kill()
+                    worker.process.kill()
                 _signal(set(), _LOOK_S)
         for end in (self._ours, self._theirs):
             os.close(end)
 
-    def _start(self, one: _Worker) -> None:
+    def _start(self, worker: _Worker) -> None:
         theirs, ours = -1, -1
-        one.begun_s, one.listens = time.monotonic(), False
+        worker.begun_s, worker.listens = time.monotonic(), False
         try:
             ours, theirs = os.pipe()
-            process = _FORKS.Process(target=self._work, args=(one, ours, theirs))
+            process = _FORKS.Process(target=self._work, args=(worker, ours, theirs))
             process.start()
         except OSError as error:  # out of memory, processes or files; a later try may succeed
-            logger.error("worker %d cannot be started: %s", one.number, error)
+            logger.error("worker %d cannot be started: %s", worker.number, error)
             for end in (ours, theirs):
                 if end >= 0:
                     os.close(end)
-            self._plan(one)
+            self._plan(worker)
             return
         os.close(theirs)
         os.set_blocking(ours, False)
-        one.process, one.report = process, ours
+        worker.process, worker.report = process, ours
 
-    def _work(self, one: _Worker, ours: int, theirs: int) -> None:
+    def _work(self, worker: _Worker, ours: int, theirs: int) -> None:
         """Be the worker. `ours`, `theirs`: the two ends of its pipe for reports."""
         for end in (self._ours, ours):
             os.close(end)
         place = WorkerPlace(
-            self._router_id, self._folder, one.number, len(self.workers), self._counts, one.ends > 0
+            self._router_id,
+            self._folder,
+            worker.number,
+            len(self.workers),
+            self._counts,
+            worker.ends > 0,
         )
         config = self._config
         if not place.is_first:
             config = replace(config, admin_port=None)
         sys.exit(work(config, self._settings, place, Pipes(self._theirs, theirs)))
 
-    def _read(self, one: _Worker) -> None:
+    def _read(self, worker: _Worker) -> None:
         """Read whether the worker listens."""
         try:
-            told = os.read(one.report, _MOST_REASON_BYTES)
+            report = os.read(worker.report, _MOST_REASON_BYTES)
         except BlockingIOError:
             return
-        if told == LISTENING:
-            one.listens = True
-            assert one.process is not None
-            logger.info("worker %d serves (process %s)", one.number, one.process.pid)
-        elif told:  # nothing: the worker has ended, and its reason may have been read before
-            one.reason = told.decode(errors="replace")
+        if report == LISTENING:
+            worker.listens = True
+            assert worker.process is not None
+            logger.info("worker %d serves (process %s)", worker.number, worker.process.pid)
+        elif report:  # nothing: the worker has ended, and its reason may have been read before
+            worker.reason = report.decode(errors="replace")
 
     def _look(self) -> None:
         """Note which workers listen, and start those that have ended and are due."""
-        for one in self.workers:
-            if one.process is not None and not one.listens:
-                self._read(one)
-            if one.process is not None and self._has_ended(one):
-                self._plan(one)
-            if one.process is None and time.monotonic() >= one.due_s:
-                self._start(one)
+        for worker in self.workers:
+            if worker.process is not None and not worker.listens:
+                self._read(worker)
+            if worker.process is not None and self._has_ended(worker):
+                self._plan(worker)
+            if worker.process is None and time.monotonic() >= worker.due_s:
+                self._start(worker)
 
-    def _has_ended(self, one: _Worker) -> bool:
-        assert one.process is not None
-        if (status := one.process.exitcode) is None:
+    def _has_ended(self, worker: _Worker) -> bool:
+        assert worker.process is not None
+        if (status := worker.process.exitcode) is None:
             return False
-        logger.warning("worker %d has ended (status %d)", one.number, status)
-        if not one.listens:
-            self._read(one)
-        os.close(one.report)
-        one.process.close()
-        note_end(self._folder, one.number)
-        clear_row(self._counts, one.number)
-        one.process, one.report, one.listens, one.ends = None, -1, False, one.ends + 1
+        logger.warning("worker %d has ended (status %d)", worker.number, status)
+        if not worker.listens:
+            self._read(worker)
+        os.close(worker.report)
+        worker.process.close()
+        note_end(self._folder, worker.number)
+        clear_row(self._counts, worker.number)
+        worker.process, worker.report, worker.listens, worker.ends = (
+            None,
+            -1,
+            False,
+            worker.ends + 1,
+        )
         return True
 
-    def _plan(self, one: _Worker) -> None:
+    def _plan(self, worker: _Worker) -> None:
         """Set when the worker is started again."""
         now_s = time.monotonic()
-        steady = now_s - one.begun_s > STEADY_S
-        wait_s = 0.0 if steady else min(LONGEST_PAUSE_S, one.pause_s)
-        one.pause_s = 0.0 if steady else max(0.5, 2 * wait_s)
-        one.due_s = now_s + wait_s
-        logger.warning("worker %d is started again in %g s", one.number, wait_s)
+        steady = now_s - worker.begun_s > STEADY_S
+        wait_s = 0.0 if steady else min(LONGEST_PAUSE_S, worker.pause_s)
+        worker.pause_s = 0.0 if steady else max(0.5, 2 * wait_s)
+        worker.due_s = now_s + wait_s
+        logger.warning("worker %d is started again in %g s", worker.number, wait_s)
 
 
 def _signal(ends: set[signal.Signals], wait_s: float | None) -> bool:
@@ -235,8 +245,8 @@ def _signal(ends: set[signal.Signals], wait_s: float | None) -> bool:
     awaited = ends | {signal.SIGCHLD}
     if wait_s is None:
         return signal.sigwaitinfo(awaited).si_signo in ends
-    found = signal.sigtimedwait(awaited, wait_s)
-    return found is not None and found.si_signo in ends
+    received = signal.sigtimedwait(awaited, wait_s)
+    return received is not None and received.si_signo in ends
 
 
 @contextmanager

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints of a mock engine."""
+"""The endpoints of a mock engine. Token ids are made without a tokenizer; every token of an answer is the text " word"."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 import uuid
+from array import array
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from math import inf
 from typing import Any
 
@@ -20,27 +24,124 @@ from pd_connector.protocol.wire.params import (
     response,
 )
 from pd_connector.protocol.wire.peers import Peer, Source
+from scheduler_plugins.admission.endpoints import GENERATE as GENERATE
+from scheduler_plugins.admission.prompt import prompt_of
 from scheduler_plugins.order.registry import create
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.queue.prefix_index import FixedCosts
 from scheduler_plugins.queue.waiting import WaitingQueue
 from scheduler_plugins.router.server import cannot_listen
 from scheduler_plugins.sim.engine import SimulatedEngine
-from scheduler_plugins.sim.mock.answers import (
-    CHAT,
-    COMPLETIONS,
-    DONE,
-    GENERATE,
-    answer,
-    event,
-    usage_event,
-    usage_of,
-)
 from scheduler_plugins.sim.mock.clock import ClockedEngine, Generation
 from scheduler_plugins.sim.mock.events import Publisher, WatchedBlocks
-from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids, token_ids
 from scheduler_plugins.sim.mock.settings import MockSettings
 from scheduler_plugins.sim.mock.transfers import KV, Moved, Transfers, arrival
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+DONE = b"data: [DONE]\n\n"
+WORD = 1
+"""The id of every generated token."""
+
+
+def answer(
+    body: Mapping[str, Any],
+    path: str,
+    tokens: int,
+    usage: Mapping[str, Any],
+    params: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """A whole answer of `tokens` tokens. `params`: its `kv_transfer_params`."""
+    text, choice = " word" * tokens, {"index": 0, "finish_reason": "length"}
+    said: dict[str, Any] = {"text": text}
+    if path == CHAT:
+        said = {"message": {"role": "assistant", "content": text}}
+    elif path == GENERATE:
+        said = {"token_ids": [WORD] * tokens}
+    return {
+        **_head(body, path, f"cmpl-{uuid.uuid4().hex}"),
+        "choices": [{**choice, **said}],
+        "usage": usage,
+        "kv_transfer_params": params,
+    }
+
+
+def event(
+    body: Mapping[str, Any], path: str, name: str, prompt: Sequence[int] | None, *, last: bool
+) -> bytes:
+    """One token of a stream. `prompt`: its ids, for the first one."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
+    if path == GENERATE:
+        return _sent({**_head(body, path, name), "choices": [{**choice, "token_ids": [WORD]}]})
+    choice |= {"delta": {"content": " word"}} if path == CHAT else {"text": " word"}
+    content = {**_head(body, path, name), "choices": [choice]}
+    if body.get("return_token_ids"):
+        choice["token_ids"] = [WORD]
+        if prompt is not None:
+            (content if path == CHAT else choice)["prompt_token_ids"] = prompt
+    return _sent(content)
+
+
+def usage_event(body: Mapping[str, Any], path: str, name: str, usage: Mapping[str, Any]) -> bytes:
+    """The chunk before the end mark, with `stream_options.include_usage`."""
+    return _sent({**_head(body, path, name), "choices": [], "usage": usage})
+
+
+def usage_of(prompt_tokens: int, tokens: int, cached: int) -> dict[str, Any]:
+    """The field `usage`; as vLLM's with `--enable-prompt-tokens-details`."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _head(body: Mapping[str, Any], path: str, name: str) -> dict[str, Any]:
+    if path == GENERATE:
+        return {"request_id": name, "model": body.get("model")}
+    kind = "chat.completion" if path == CHAT else "text_completion"
+    kind += ".chunk" if path == CHAT and body.get("stream") else ""
+    return {"id": name, "object": kind, "created": int(time.time()), "model": body.get("model")}
+
+
+def _sent(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+BYTES_PER_TOKEN = 4
+_ID_BYTES = 8
+
+
+def token_ids(body: Mapping[str, Any]) -> list[int]:
+    """The token ids of the first prompt of a request: the given ids, otherwise one per 4 bytes of text. Never empty."""
+    prompt = prompt_of(body)
+    data = prompt.data
+    if prompt.ids:
+        ids = array("q")
+        ids.frombytes(data[: len(data) // _ID_BYTES * _ID_BYTES])
+        return list(ids) or [0]
+    return text_ids(data)
+
+
+def text_ids(data: bytes) -> list[int]:
+    """One id per 4 bytes of text; the last piece may be shorter. Ids are below 2**31. Never empty."""
+    ids = [
+        int.from_bytes(data[at : at + BYTES_PER_TOKEN], "little") & 0x7FFFFFFF
+        for at in range(0, len(data), BYTES_PER_TOKEN)
+    ]
+    return ids or [0]
+
+
+def block_hashes(ids: Sequence[int], block_tokens: int) -> list[int]:
+    """One hash per whole block, which stands for the prompt up to the block's end. 64 bits, unsigned."""
+    hashes, previous = list[int](), b"\0" * 8
+    for end in range(block_tokens, len(ids) + 1, block_tokens):
+        block = array("q", ids[end - block_tokens : end]).tobytes()
+        previous = blake2b(block, digest_size=8, key=previous).digest()
+        hashes.append(int.from_bytes(previous, "big"))
+    return hashes
+
 
 _DEFAULT_MAX_TOKENS = 16
 _CONTEXT_TOKENS = 1 << 20

@@ -19,7 +19,7 @@ from pd_bench.router.rotations import Measured, Window
 from pd_bench.router.sending import Outcome, play
 from pd_connector.tools.launch import Port
 from scheduler_plugins.router.settings.settings_file import parse
-from scheduler_plugins.sim.mock.prompts import text_ids
+from scheduler_plugins.sim.mock.server import text_ids
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def test_a_body_above_the_limit_is_refused_unread(bench: Bench, monkeypatch) -> 
 def test_nor_does_a_false_length_get_it_in(bench: Bench, monkeypatch) -> None:
     monkeypatch.setattr(middleware, "BODY_BYTES", 1000)
     monkeypatch.setattr(
-        "scheduler_plugins.middleware.body.headers_of", lambda scope: {"content-length": "10"}
+        "scheduler_plugins.middleware.middleware.headers_of", lambda scope: {"content-length": "10"}
     )
     assert bench.post({"prompt": "a" * 1000}).status == 413
 

@@ -7,8 +7,7 @@ from operator import attrgetter
 from random import Random
 
 from scheduler_plugins.order.request import Waiting
-from scheduler_plugins.queue.class_queue import QueueEntry
-from scheduler_plugins.queue.lazy_heap import LazyHeap
+from scheduler_plugins.queue.class_queue import LazyHeap, QueueEntry
 
 KEY_NODE = attrgetter("key_node")
 

@@ -158,6 +158,7 @@ def test_vllm_prefills_what_sglang_has_read() -> None:
                 "cache_salt": "x",
                 "kv_transfer_params": {
                     "do_remote_decode": True,
+                    "from_first_token": True,
                     "do_remote_prefill": False,
                     "transfer_id": str(room),
                 },
@@ -213,6 +214,21 @@ def test_of_replicas_the_one_is_named_that_sglang_gives_the_room_to() -> None:
         plan = of_two_kinds({"model": "m", "prompt": "hello"}, prefill, IDS)
         replica = plan.prefill["bootstrap_room"] % 3
         assert plan.decode["kv_transfer_params"]["remote_engine_id"] == f"replica-{replica}"
+
+
+@pytest.mark.parametrize(("keeps", "sent"), [(False, IDS), (True, IDS[:-1])])
+def test_vllm_gets_the_states_before_the_last_token(keeps: bool, sent: list[int]) -> None:
+    """It computes that token itself. An SGLang prefill engine computes what it is given."""
+    named = {"remote_engine_id": "e", "remote_host": "10.0.0.1", "remote_port": 7000}
+    states = [{"pd_connector": {**named, "keeps_states": keeps}}]
+    facts = sglang_facts(
+        json.dumps({"disaggregation_mode": "prefill", "internal_states": states}).encode()
+    )
+    assert facts is not None
+    prefill = Prefill(Kind.SGLANG, "m", facts.replicas, ("10.0.0.1", BOOTSTRAP_PORT))
+    request = {"model": "m", "prompt": "hello"}
+    assert of_two_kinds(request, prefill, IDS).prefill["input_ids"] == sent
+    assert of_two_kinds(request, prefill, IDS[:1]).prefill["input_ids"] == IDS[:1]
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]], ids=["alone", "in a list"])

@@ -26,7 +26,7 @@ from scheduler_plugins.admission.prompt import PromptMemory
 from scheduler_plugins.router.handoff import prefill
 from scheduler_plugins.router.prompt.body import COMPLETIONS, as_completion, parse
 from scheduler_plugins.router.prompt.describe import describe
-from scheduler_plugins.router.request.resume_tokens import TokenRecord
+from scheduler_plugins.router.request.resumable import TokenRecord
 
 PROMPT = [11, 12, 13]
 ANSWER = list(range(100, 112))

@@ -20,7 +20,6 @@ from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.engines.traffic import read
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
-from scheduler_plugins.sim.mock.answers import GENERATE, WORD
 from scheduler_plugins.sim.mock.events import (
     BlockRemoved,
     BlockStored,
@@ -28,8 +27,7 @@ from scheduler_plugins.sim.mock.events import (
     Publisher,
     WatchedBlocks,
 )
-from scheduler_plugins.sim.mock.prompts import block_hashes, text_ids
-from scheduler_plugins.sim.mock.server import MockEngine
+from scheduler_plugins.sim.mock.server import GENERATE, WORD, MockEngine, block_hashes, text_ids
 from scheduler_plugins.sim.mock.settings import MockSettings
 
 COSTS = CostModel(a=1e-4, c=0.01, d0=0.005, chunk_tokens=512)

@@ -83,7 +83,7 @@ class Live:
         """Its KV event comes. Engines name blocks as they like."""
         names = [int.from_bytes(digest[:8], "big") for digest in prompt.digests]
         event = Stored(names, None, prompt.tokens[:-1], BLOCK, medium="GPU")
-        self.prefixes.told(name, Batch(now_s, [event]))
+        self.prefixes.apply_events(name, Batch(now_s, [event]))
 
     def hashes(self, prompt: Prompt) -> Sequence[BlockHash]:
         return PromptKeys(prompt.digests, token_bytes(prompt.tokens))

@@ -82,11 +82,14 @@ def paged_call(
     listed: bool = False,
     jagged: bool = False,
     swapped: bool = False,
+    value_dim: int = 0,
+    sinks: bool = False,
     **mods: Any,
 ) -> Launched:
     """Launch `paged_decode`. `listed` takes tiles from a mask's list, `jagged` a nested batch,
-    `swapped` multiplies as on Hopper."""
-    kv = torch.zeros(4, page, kv_heads, 2 * dim).to(dtype)
+    `swapped` multiplies as on Hopper; values have `value_dim` elements, by default `dim`."""
+    value_dim = value_dim or dim
+    kv = torch.zeros(4, page, kv_heads, dim + value_dim).to(dtype)
     query = torch.zeros(2, queries, heads, dim, dtype=BF16)
     if jagged:
         query = query.flatten(0, 1).unsqueeze(1)
@@ -95,12 +98,14 @@ def paged_call(
     batch = (_Swapped if swapped else PagedCall)(
         *(query, kv[..., :dim], kv[..., dim:], table, lengths, 0.1, 1.0, 1.0, True, window),
         *(mods.get("score"), mods.get("mask")),
-        *((torch.zeros(3, dtype=torch.int64), queries) if jagged else ()),
+        starts=torch.zeros(3, dtype=torch.int64) if jagged else None,
+        most_queries=queries if jagged else 0,
+        sinks=torch.zeros(heads, dtype=BF16) if sinks else None,
     )
     plan = batch.plan() if listed else plan_of(batch, 264)
     lse = torch.zeros(query.shape[:3])
-    launch_paged(batch, torch.zeros_like(query), lse, plan.tensors)
-    tile = batch.config.tile * 2 * dim * dtype.itemsize
+    launch_paged(batch, query.new_zeros(*query.shape[:3], value_dim), lse, plan.tensors)
+    tile = batch.config.tile * (dim + value_dim) * dtype.itemsize
     return Launched(tile, batch.config.programs)
 
 

@@ -23,7 +23,7 @@ from pd_connector.tools.launch.service import log_folder
 from scheduler_plugins.cost.profile import save
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim.links import Network
-from scheduler_plugins.sim.mock.prompts import BYTES_PER_TOKEN
+from scheduler_plugins.sim.mock.server import BYTES_PER_TOKEN
 from scheduler_plugins.sim.trace import PAGE_SIZE
 
 MOST_FAILED = 0.01

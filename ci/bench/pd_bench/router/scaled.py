@@ -18,7 +18,7 @@ from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.links import Network
-from scheduler_plugins.sim.mock.prompts import BYTES_PER_TOKEN
+from scheduler_plugins.sim.mock.server import BYTES_PER_TOKEN
 from scheduler_plugins.sim.simulate import CHUNK_TOKENS, COSTS
 
 SCALE = 16

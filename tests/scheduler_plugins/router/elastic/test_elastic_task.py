@@ -16,8 +16,8 @@ from scheduler_plugins.router.elastic import task as task_module
 from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.endpoints.page import state
-from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import Role
+from scheduler_plugins.router.engines.pool import described
 from scheduler_plugins.router.policies.base import Role as PolicyRole
 from scheduler_plugins.router.roles.base import Fleet, Front, Move, RolePolicy
 from scheduler_plugins.router.roles.registry import ROLES

@@ -17,9 +17,8 @@ from scheduler_plugins.router.elastic import return_home as return_home
 from scheduler_plugins.router.elastic import task
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.engines import moving
-from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
-from scheduler_plugins.router.engines.pool import EnginePool
+from scheduler_plugins.router.engines.pool import EnginePool, described
 from scheduler_plugins.router.settings.elastic import Place
 
 P, D = Role.PREFILL, Role.DECODE

@@ -16,8 +16,7 @@ from router_fakes import World, run, until
 from scheduler_plugins.router.endpoints import page
 from scheduler_plugins.router.endpoints.app_keys import ADMIN_AUTH, SHARED
 from scheduler_plugins.router.endpoints.diagnostics import Diagnostic
-from scheduler_plugins.router.endpoints.page import state
-from scheduler_plugins.router.endpoints.pairs import row_of
+from scheduler_plugins.router.endpoints.page import row_of, state
 from scheduler_plugins.router.engines import slow_probes as looks
 from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.engines.traffic import FromProducer

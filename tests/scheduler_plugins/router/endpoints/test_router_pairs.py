@@ -8,7 +8,7 @@ from router_fakes import World, run
 from pd_connector.kv.geometry import Shard
 from pd_connector.protocol.wire.params import ProducerAddress
 from pd_connector.protocol.wire.peers import Peer, Source
-from scheduler_plugins.router.endpoints.pairs import MOST_SHOWN, pairs
+from scheduler_plugins.router.endpoints.page import MOST_SHOWN, pairs
 from scheduler_plugins.router.engines.traffic import FromProducer
 
 

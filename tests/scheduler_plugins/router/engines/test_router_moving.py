@@ -13,9 +13,9 @@ from sglang_fakes import Switching
 
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.engines import moving
-from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
 from scheduler_plugins.router.engines.moving import MoveFailedError, Mover
+from scheduler_plugins.router.engines.pool import described
 from scheduler_plugins.router.settings.elastic import Place
 
 

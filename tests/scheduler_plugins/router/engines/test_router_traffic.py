@@ -10,9 +10,9 @@ from router_fakes import World, run, until
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.endpoints.page import state
 from scheduler_plugins.router.engines import slow_probes as looks
-from scheduler_plugins.router.engines.description import described
 from scheduler_plugins.router.engines.failures import EngineFailedError
 from scheduler_plugins.router.engines.inquiry import Arrivals, Inquiry
+from scheduler_plugins.router.engines.pool import described
 from scheduler_plugins.router.engines.traffic import (
     FromProducer,
     Traffic,

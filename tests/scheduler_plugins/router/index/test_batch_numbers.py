@@ -4,8 +4,8 @@
 import msgspec
 import pytest
 
-from scheduler_plugins.router.index.batch_numbers import KEPT, BatchNumbers, Step
 from scheduler_plugins.router.index.events import EventError, decode
+from scheduler_plugins.router.index.follower import KEPT, BatchNumbers, Step
 
 
 def numbers(batches: int, first_ts: float = 1000.0) -> BatchNumbers:

@@ -48,9 +48,9 @@ TOKENS = list(range(100, 116))
 def test_engines_with_other_names_for_blocks_are_compared() -> None:
     """The hash seed of an engine does not matter: what counts are the tokens."""
     prefixes = Prefixes()
-    prefixes.told("a", told(stored(TOKENS[:8], [b"x" * 32, b"y" * 32])))
-    prefixes.told("a", told(stored(TOKENS[8:12], [b"z" * 32], b"y" * 32)))
-    prefixes.told("b", told(stored(TOKENS[:4], [-17])))
+    prefixes.apply_events("a", told(stored(TOKENS[:8], [b"x" * 32, b"y" * 32])))
+    prefixes.apply_events("a", told(stored(TOKENS[8:12], [b"z" * 32], b"y" * 32)))
+    prefixes.apply_events("b", told(stored(TOKENS[:4], [-17])))
     assert found(prefixes, prompt(TOKENS), A, B) == [3, 1]
     assert found(prefixes, prompt([1, *TOKENS]), A, B) == [0, 0]
 
@@ -59,17 +59,17 @@ def test_salt_and_adapter_are_part_of_a_block() -> None:
     prefixes = Prefixes()
     first = stored(TOKENS[:8], [1, 2], extra_keys=[["lora", "salt"], ["lora"]], lora_name="lora")
     later = stored(TOKENS[8:], [3, 4], 2, extra_keys=[["lora"], ["lora"]], lora_name="lora")
-    prefixes.told("a", told(first, later))
+    prefixes.apply_events("a", told(first, later))
     assert found(prefixes, prompt(TOKENS, "lora", "salt")) == [4]
     for other in (prompt(TOKENS), prompt(TOKENS, "lora"), prompt(TOKENS, "", "salt")):
         assert found(prefixes, other) == [0]
-    prefixes.told("b", told(stored(TOKENS[:8], [1, 2], extra_keys=[["salt"], None])))
+    prefixes.apply_events("b", told(stored(TOKENS[:8], [1, 2], extra_keys=[["salt"], None])))
     assert found(prefixes, prompt(TOKENS, "", "salt"), B) == [2]
 
 
 def test_blocks_behind_an_unknown_one_are_counted_and_not_believed() -> None:
     prefixes = Prefixes()
-    prefixes.told("a", told(stored(TOKENS[4:8], [2], 1)))
+    prefixes.apply_events("a", told(stored(TOKENS[4:8], [2], 1)))
     assert found(prefixes, prompt(TOKENS)) == [0]
     assert prefixes.state("a").unknown == 1
 
@@ -87,18 +87,18 @@ def test_blocks_behind_an_unknown_one_are_counted_and_not_believed() -> None:
 )
 def test_events_that_say_nothing_of_a_prefix_change_nothing(nonsense: Any) -> None:
     prefixes = Prefixes()
-    prefixes.told("a", told(nonsense))
+    prefixes.apply_events("a", told(nonsense))
     assert found(prefixes, prompt(TOKENS)) == [0]
-    prefixes.told("a", told(stored(TOKENS, [5, 6, 7, 8])))
+    prefixes.apply_events("a", told(stored(TOKENS, [5, 6, 7, 8])))
     assert found(prefixes, prompt(TOKENS)) == [4]
 
 
 def test_a_model_with_several_kinds_of_attention_is_counted_once() -> None:
     prefixes = Prefixes()
     both = [stored(TOKENS, [1, 2, 3, 4], group_idx=n) for n in (0, 1)]
-    prefixes.told("a", told(*both, Removed([3, 4], group_idx=1)))
+    prefixes.apply_events("a", told(*both, Removed([3, 4], group_idx=1)))
     assert found(prefixes, prompt(TOKENS)) == [4]
-    prefixes.told("a", told(Removed([3, 4], group_idx=0)))
+    prefixes.apply_events("a", told(Removed([3, 4], group_idx=0)))
     assert found(prefixes, prompt(TOKENS)) == [2]
 
 
@@ -133,7 +133,7 @@ def test_the_index_is_what_a_dictionary_of_prefixes_would_be(
         elif what == "clear":
             batch.append(decode(WIRE.encode([0.0, [{"type": "AllBlocksCleared"}]])).events[0])
             held.clear()
-    prefixes.told("a", told(*batch))
+    prefixes.apply_events("a", told(*batch))
     for which, tokens in enumerate(prompts):
         leading = 0
         while (which, leading) in held:
@@ -179,7 +179,7 @@ def test_the_prompt_unused_for_longest_is_forgotten_first() -> None:
 
 def test_events_are_believed_more_than_the_guess() -> None:
     prefixes = Prefixes()
-    prefixes.told("a", told(stored(TOKENS[:4], [1])))
+    prefixes.apply_events("a", told(stored(TOKENS[:4], [1])))
     prefixes.prefilled(A, prompt(TOKENS), 0.0)
     assert found(prefixes, prompt(TOKENS)) == [1]
 
@@ -187,7 +187,7 @@ def test_events_are_believed_more_than_the_guess() -> None:
 def test_a_prompt_that_nobody_tokenized_is_known_by_its_text() -> None:
     prefixes = Prefixes()
     text = PromptKeys([bytes([n]) * 16 for n in (11, 12, 13)])
-    prefixes.told("a", told(stored(TOKENS[:4], [1])))
+    prefixes.apply_events("a", told(stored(TOKENS[:4], [1])))
     prefixes.prefilled(A, text, 0.0)
     # A hash of text stands for 64 tokens here: sixteen blocks of this engine.
     assert found(prefixes, text) == [48]
@@ -195,7 +195,7 @@ def test_a_prompt_that_nobody_tokenized_is_known_by_its_text() -> None:
 
 def test_an_engine_that_ended_has_nothing() -> None:
     prefixes = Prefixes()
-    prefixes.told("a", told(stored(TOKENS, [1, 2, 3, 4])))
+    prefixes.apply_events("a", told(stored(TOKENS, [1, 2, 3, 4])))
     prefixes.prefilled(B, prompt(TOKENS), 0.0)
     prefixes.forget("a")
     prefixes.forget("b")

@@ -40,11 +40,11 @@ class Failing(Prefixes):
         super().__init__()
         self.calls = 0
 
-    def told(self, engine: str, batch: Batch, rank: int = 0) -> None:
+    def apply_events(self, engine: str, batch: Batch, rank: int = 0) -> None:
         self.calls += 1
         if self.calls == 1:
             raise KeyError("what nobody thought of")
-        super().told(engine, batch, rank)
+        super().apply_events(engine, batch, rank)
 
 
 @pytest.mark.parametrize("prefixes", [Prefixes, Failing])
@@ -102,7 +102,7 @@ def test_an_event_of_more_blocks_than_an_engine_may_have_is_not_even_hashed(
 
     monkeypatch.setattr(held, "block_hashes", hashes)
     known = Prefixes()
-    known.told("e", Batch(0.0, [Stored([1, 2, 3, 4], None, TOKENS, 4)]))
+    known.apply_events("e", Batch(0.0, [Stored([1, 2, 3, 4], None, TOKENS, 4)]))
     assert known.state("e").blocks == 0
 
 
@@ -112,9 +112,9 @@ def test_names_of_the_same_blocks_are_bounded_as_blocks_are(
     monkeypatch.setattr(held, "MOST_BLOCKS", 8)
     known = Prefixes()
     for first in (10, 20):
-        known.told("e", Batch(0.0, [Stored([*range(first, first + 4)], None, TOKENS, 4)]))
+        known.apply_events("e", Batch(0.0, [Stored([*range(first, first + 4)], None, TOKENS, 4)]))
     assert known.state("e").blocks == 4, "they are the same blocks"
-    known.told("e", Batch(0.0, [Stored([30, 31, 32, 33], None, TOKENS, 4)]))
+    known.apply_events("e", Batch(0.0, [Stored([30, 31, 32, 33], None, TOKENS, 4)]))
     assert known.state("e").blocks == 0, "its part is dropped"
 
 
@@ -186,7 +186,7 @@ class Turns(Prefixes):
         super().__init__()
         self.turn, self.turns_of_batches = 0, list[int]()
 
-    def told(self, engine: str, batch: Batch, rank: int = 0) -> None:
+    def apply_events(self, engine: str, batch: Batch, rank: int = 0) -> None:
         self.turns_of_batches.append(self.turn)
 
     async def count(self) -> None:

@@ -24,7 +24,7 @@ def prompt(salt: str | None = "", tokens: list[int] = TOKENS) -> PromptKeys:
 
 def having(*changes: tuple[str, str]) -> Prefixes:
     index = Prefixes()
-    index.store_told(HOST.store, changes, whole=True)
+    index.apply_journal(HOST.store, changes, whole=True)
     return index
 
 
@@ -32,9 +32,9 @@ def test_leading_chunks_are_counted_with_those_in_memory_apart() -> None:
     index = having(*((key, "memory") for key in KEYS[:3]), *((key, "disk") for key in KEYS[3:5]))
     assert index.in_store(prompt(), HOST) == InStore(5, 3)
     assert index.in_store(prompt(), OTHER) == InStore(0, 0)
-    index.store_told(HOST.store, [(KEYS[1], "disk"), (KEYS[4], "")], whole=False)
+    index.apply_journal(HOST.store, [(KEYS[1], "disk"), (KEYS[4], "")], whole=False)
     assert index.in_store(prompt(), HOST) == InStore(4, 1)
-    index.store_told(HOST.store, [(KEYS[0], "")], whole=False)
+    index.apply_journal(HOST.store, [(KEYS[0], "")], whole=False)
     assert index.in_store(prompt(), HOST) == InStore(0, 0)
 
 
@@ -57,7 +57,7 @@ def test_no_more_chunks_are_noted_than_the_bound(monkeypatch: pytest.MonkeyPatch
     index = having(*((f"{n:064x}"[::-1], "memory") for n in range(1, 500)))
     for page in range(20):
         changes = [(f"{n:064x}"[::-1], "memory") for n in range(500 * page, 500 * page + 500)]
-        index.store_told(HOST.store, changes, whole=False)
+        index.apply_journal(HOST.store, changes, whole=False)
     assert index.store_chunks(HOST.store) == 100
     index.forget_store(HOST.store)
     assert index.store_chunks(HOST.store) == 0
@@ -68,7 +68,7 @@ def test_the_index_does_not_grow_while_chunks_come_and_go() -> None:
     for page in range(60):
         new = [(f"{n:064x}"[::-1], "memory") for n in range(1000 * page, 1000 * page + 1000)]
         old = [(f"{n:064x}"[::-1], "") for n in range(1000 * page - 1000, 1000 * page)]
-        index.store_told(HOST.store, new + (old if page else []), whole=False)
+        index.apply_journal(HOST.store, new + (old if page else []), whole=False)
         sizes.append(index.nbytes)
     assert index.store_chunks(HOST.store) == 1000
     assert max(sizes[30:]) <= 2 * max(sizes[5:30])

@@ -30,7 +30,7 @@ def view(in_memory: int = 7, on_disk: int = 0, **places: StorePlace) -> LiveView
     index = Prefixes()
     keys = [key.hex() for key in chain(MODEL, TOKENS)][: in_memory + on_disk]
     tiers = ["memory"] * in_memory + ["disk"] * on_disk
-    index.store_told("a" * 32, zip(keys, tiers, strict=True), whole=True)
+    index.apply_journal("a" * 32, zip(keys, tiers, strict=True), whole=True)
     return LiveView({Role.PREFILL: [A, B]}, index, 0.0, places)
 
 

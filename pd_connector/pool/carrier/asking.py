@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's way to the carrier of its host. Without a carrier, or while it is silent, nothing waits for it."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pd_connector.errors import Miss, PoolError
+from pd_connector.pool.carrier.messages import (
+    MOST_KEYS,
+    MOST_MESSAGE,
+    SOCKET,
+    Answer,
+    Ask,
+    Bring,
+    Brought,
+    Find,
+    Request,
+    Sizes,
+    SocketFolder,
+    Status,
+    Waiting,
+    answers,
+    encode,
+    is_own_user,
+    new_socket,
+)
+from pd_connector.pool.load_breakeven import Answers
+
+FIND_S = 0.1
+"""Longest wait for the answer to a look-up, in seconds."""
+SILENT_S = 0.25
+"""Longest silence of a carrier that brings a chunk, in seconds."""
+BRING_S = 4.0
+"""Longest wait for a chunk, in seconds."""
+_LOOKS_AGAIN_S = 1.0
+"""After which a carrier that was not there is looked for again, in seconds."""
+_CAUSES = {str(cause): cause for cause in Miss}
+
+
+class CarrierLink:
+    """Any thread may use it. Connections are made when they are needed.
+
+    Args:
+        folder: of the memory tier.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder
+        self._folder: SocketFolder | None = None
+        self._free: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._absent_until_s = 0.0
+        self._answers = Answers()
+        self._probing = False
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Bytes of the first chunks of a chain that the far store has. Empty without a carrier, or while it is silent."""
+        if not keys or not self.is_there:
+            return []
+        with self._lock:
+            if not self._answers.waited_for:
+                if not self._probing and self._answers.asks(time.monotonic()):
+                    self._probing = True
+                    threading.Thread(target=self._probe, args=(list(keys),), daemon=True).start()
+                return []
+        return self._find(keys)
+
+    def bring(self, key: bytes) -> None:
+        """Wait until a chunk is in the host's memory.
+
+        Raises:
+            PoolError: why it is not there.
+        """
+        try:
+            answer = self._request(Bring([key]), SILENT_S, BRING_S)
+        except (OSError, msgspec.MsgspecError) as error:
+            self._late()
+            raise PoolError(
+                Miss.LATE, f"the carrier of this host does not answer: {error!r}"
+            ) from None
+        if not isinstance(answer, Brought):
+            raise PoolError(Miss.LATE, "the carrier of this host answers something else")
+        if answer.cause:
+            cause = _CAUSES.get(answer.cause, Miss.REFUSED)
+            if cause is Miss.LATE:
+                self._late()
+            raise PoolError(cause, answer.detail)
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Have chunks on their way before they are read."""
+        if not keys or not self.is_there or not self._answers.waited_for:
+            return
+        with contextlib.suppress(OSError):
+            channel = self._taken()
+            channel.settimeout(FIND_S)
+            channel.sendall(encode(Bring(list(keys[:MOST_KEYS]), waits=False)))
+            self._give_back(channel)
+
+    def status(self) -> Status | None:
+        """How the carrier is; None without one."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            answer = self._request(Ask(), 2.0, 2.0)
+            return answer if isinstance(answer, Status) else None
+        return None
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            for channel in self._free:
+                channel.close()
+            self._free.clear()
+            if self._folder is not None:
+                self._folder.close()
+                self._folder = None
+
+    @property
+    def has_served(self) -> bool:
+        """Whether a carrier serves this host, or has: one that ended without a word leaves its socket."""
+        return os.path.lexists(self._path / SOCKET)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a carrier may be there."""
+        return time.monotonic() >= self._absent_until_s
+
+    def _probe(self, keys: Sequence[bytes]) -> None:
+        """A look-up for which no request waits."""
+        try:
+            self._find(keys)
+        finally:
+            self._probing = False
+
+    def _find(self, keys: Sequence[bytes]) -> list[int]:
+        try:
+            answer = self._request(Find(list(keys[:MOST_KEYS])), FIND_S, FIND_S)
+        except (OSError, msgspec.MsgspecError):
+            self._late()
+            return []
+        if not isinstance(answer, Sizes) or answer.silent:
+            self._late()
+            return []
+        with self._lock:
+            self._answers.in_time()
+        return answer.sizes
+
+    def _late(self) -> None:
+        if self.is_there:
+            with self._lock:
+                self._answers.late(time.monotonic())
+
+    def _request(self, message: Request, silent_s: float, most_s: float) -> Answer:
+        """Raises OSError or MsgspecError. A connection on which something went wrong is closed."""
+        channel = self._taken()
+        try:
+            until_s = time.monotonic() + most_s
+            channel.settimeout(silent_s)
+            channel.sendall(encode(message))
+            while True:
+                if not (data := channel.recv(MOST_MESSAGE)):
+                    raise ConnectionResetError("the carrier has ended")
+                answer = answers.decode(data)
+                if not isinstance(answer, Waiting):
+                    break
+                if time.monotonic() >= until_s:
+                    raise TimeoutError(f"a chunk has not come for {most_s:g} s")
+        except BaseException:
+            channel.close()
+            raise
+        self._give_back(channel)
+        return answer
+
+    def _give_back(self, channel: socket.socket) -> None:
+        with self._lock:
+            self._free.append(channel)
+
+    def _taken(self) -> socket.socket:
+        """A connection. Raises OSError."""
+        with self._lock:
+            while self._free:
+                channel = self._free.pop()
+                if not _is_over(channel):
+                    return channel
+                channel.close()
+            if self._folder is None:
+                self._folder = SocketFolder(self._path)
+            path = self._folder.path
+        channel = new_socket()
+        try:
+            channel.settimeout(FIND_S)
+            channel.connect(path)
+            if not is_own_user(channel):
+                raise PermissionError("the carrier is of another user")
+        except OSError:
+            channel.close()
+            self._absent_until_s = time.monotonic() + _LOOKS_AGAIN_S
+            raise
+        return channel
+
+
+def _is_over(channel: socket.socket) -> bool:
+    """Whether the other side has hung up: nothing is ever sent that was not asked for."""
+    channel.setblocking(False)
+    try:
+        channel.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

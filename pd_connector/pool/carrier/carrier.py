@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves chunks between the pool of this host and a far store.
+
+| thread | what it does |
+|---|---|
+| `pd-carrier-put` | follows the pool's journal, and puts what is new; a parent before its child |
+| `pd-carrier-move` | brings what engines ask for into the pool, each chunk once for all engines that wait |
+| of `server.py` | answer engines |
+
+Each has a far client of its own, so a look-up does not wait for a chunk on its way.
+"""
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from pd_connector.errors import Miss, PoolError
+from pd_connector.pool.carrier.child import MOST_NAMES
+from pd_connector.pool.carrier.client import FarClient, SilentError
+from pd_connector.pool.carrier.finding import gallop
+from pd_connector.pool.carrier.messages import Brought, Sizes, Status
+from pd_connector.pool.carrier.object import Opened, Packed, unpacked
+from pd_connector.pool.far.registry import without_secret
+from pd_connector.pool.far.seal import Seal
+from pd_connector.pool.store.base import Chunk, Refusal, Store, Why
+
+logger = logging.getLogger("pd_connector.pool.carrier")
+
+_FOLLOWS_S = 0.2
+"""How often the journal is read, in seconds."""
+_BATCH_BYTES = 32 << 20
+"""Bytes in one call, unless a single object has more."""
+_MOST_WAITING = 1 << 14
+"""Chunks that wait to be put. If there are more, ends of chains are left out."""
+_MOST_KNOWN = 1 << 18
+"""Chunks of which the carrier knows that the far store has them."""
+_MOST_BRINGING = 4096
+"""Chunks on their way. More are refused."""
+
+
+class Stored(NamedTuple):
+    """An object that was found."""
+
+    name: str
+    nbytes: int
+
+
+class Carrier:
+    """Any thread may call it.
+
+    Args:
+        store: of this host.
+        address: of the far store, checked by `far_address`.
+        most_bytes: of an object of the far store.
+        deadline_s: the longest wait for one answer of the far store.
+    """
+
+    def __init__(
+        self, store: Store, seal: Seal, address: str, most_bytes: int, deadline_s: float
+    ) -> None:
+        self._store, self._seal, self._most_bytes = store, seal, most_bytes
+        self._shown = without_secret(address)
+        self._writer = f"carrier-{secrets.token_hex(8)}"
+        self._finds, self._gets, self._puts = (
+            FarClient(name, address, deadline_s) for name in ("find", "get", "put")
+        )
+        self._lock = threading.Lock()  # of what follows
+        self._counts: Counter[str] = Counter()
+        self._there: OrderedDict[bytes, Stored] = OrderedDict()
+        self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
+        self._queued: list[bytes] = []
+        self._ends, self._moves = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=self._follow, name="pd-carrier-put", daemon=True),
+            threading.Thread(target=self._move, name="pd-carrier-move", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # For engines
+
+    def find(self, keys: Sequence[bytes]) -> Sizes:
+        """Which of the first chunks of a chain are there."""
+
+        def sizes_of(places: Sequence[int]) -> list[int]:
+            stored = self._look(self._finds, [keys[place] for place in places])
+            return [each.nbytes if each else 0 for each in stored]
+
+        try:
+            return Sizes(gallop(len(keys), sizes_of))
+        except SilentError:
+            self._count("silent_finds")
+            return Sizes([], silent=True)
+
+    def bring(self, keys: Iterable[bytes]) -> "list[Future[Brought]]":
+        """Bring chunks into the host's memory. Those that are on their way already come once."""
+        futures = []
+        with self._lock:
+            for key in keys:
+                future = self._bringing.get(key)
+                if future is None:
+                    future = Future()
+                    if len(self._bringing) >= _MOST_BRINGING:
+                        future.set_result(Brought(Miss.REFUSED, "too many chunks are on their way"))
+                    else:
+                        self._bringing[key] = future
+                        self._queued.append(key)
+                futures.append(future)
+        self._moves.set()
+        return futures
+
+    def status(self) -> Status:
+        """What was done so far."""
+        clients = self._finds, self._gets, self._puts
+        with self._lock:
+            counts = dict(self._counts)
+            waiting = len(self._waiting)
+        counts["client_restarts"] = sum(client.killed for client in clients)
+        problem = next((client.problem for client in clients if not client.is_ready), "")
+        return Status(
+            far=self._shown,
+            sealed=self._seal.is_on,
+            problem=problem,
+            waiting=waiting,
+            counts=counts,
+        )
+
+    def children(self) -> list[int]:
+        """Process ids of the far clients that are ready."""
+        return [client.pid for client in (self._finds, self._gets, self._puts) if client.pid]
+
+    def close(self) -> None:
+        """End the threads and the far clients. Chunks stay."""
+        self._ends.set()
+        self._moves.set()
+        for client in (self._finds, self._gets, self._puts):
+            client.close()
+        for thread in self._threads:
+            thread.join()
+        with self._lock:
+            left = list(self._bringing.values())
+            self._bringing.clear()
+        for future in left:
+            future.set_result(Brought(Miss.LATE, "the carrier ends"))
+
+    def _count(self, what: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += number
+
+    def _know(self, key: bytes, stored: Stored | None) -> None:
+        with self._lock:
+            self._there.pop(key, None)
+            if stored is not None:
+                self._there[key] = stored
+                while len(self._there) > _MOST_KNOWN:
+                    self._there.popitem(last=False)
+
+    def _look(self, client: FarClient, keys: Sequence[bytes]) -> list[Stored | None]:
+        """Where each chunk is. Raises SilentError."""
+        names = [(place, name) for place, key in enumerate(keys) for name in self._seal.names(key)]
+        stored: list[Stored | None] = [None] * len(keys)
+        for start in range(0, len(names), MOST_NAMES):
+            batch = names[start : start + MOST_NAMES]
+            sizes = client.has([name for _, name in batch])
+            for (place, name), size in zip(batch, sizes, strict=True):
+                if 0 < size <= self._most_bytes and stored[place] is None:
+                    stored[place] = Stored(name, size)
+        for key, each in zip(keys, stored, strict=True):
+            self._know(key, each)
+        return stored
+
+    # Putting
+
+    def _follow(self) -> None:
+        after = 0
+        while not self._ends.wait(_FOLLOWS_S):
+            with contextlib.suppress(PoolError):
+                page = self._store.journal(after)
+                after = page.next
+                with self._lock:
+                    for event in page.events:
+                        if not event.tier:
+                            self._waiting.pop(event.key, None)
+                        elif event.key not in self._there:
+                            self._waiting[event.key] = None
+                    while len(self._waiting) > _MOST_WAITING:
+                        self._waiting.popitem()
+                        self._counts["left_out"] += 1
+            while self._waiting and not self._ends.is_set() and self._puts.is_ready:
+                try:
+                    self._put(self._next())
+                except SilentError:
+                    break
+                except Exception:
+                    logger.exception("carrier: chunks were not put")
+                    break
+
+    def _next(self) -> list[Chunk]:
+        """The chunks to be put next, each after its parent."""
+        chunks: dict[bytes, Chunk] = {}
+        nbytes = 0
+        while nbytes < _BATCH_BYTES and len(chunks) < MOST_NAMES // 2:
+            with self._lock:
+                first = next((key for key in self._waiting if key not in chunks), None)
+            if first is None:
+                break
+            chain = self._with_parents(first)
+            if not chain:
+                with self._lock:
+                    self._waiting.pop(first, None)
+            for chunk in chain:
+                if chunk.key not in chunks:
+                    chunks[chunk.key] = chunk
+                    nbytes += chunk.nbytes
+                if nbytes >= _BATCH_BYTES:
+                    break
+        return list(chunks.values())
+
+    def _with_parents(self, key: bytes) -> list[Chunk]:
+        """A chunk, and before it those of its chain that this host has and the far store may lack."""
+        chain: list[Chunk] = []
+        seen = {key}
+        while chunk := next(self._store.chunks([key]), None):
+            chain.append(chunk)
+            key = chunk.parent
+            if not key or key in self._there or key in seen:
+                break
+            seen.add(key)
+        return chain[::-1]
+
+    def _put(self, chunks: Sequence[Chunk]) -> None:
+        """Put what the far store lacks of these. Raises SilentError; they go on waiting then."""
+        there = self._look(self._puts, [chunk.key for chunk in chunks])
+        start = 0
+        while start < len(chunks):
+            stop, nbytes = start, 0
+            with contextlib.ExitStack() as opened:
+                batch: list[tuple[Chunk, Packed]] = []
+                while stop < len(chunks) and (nbytes < _BATCH_BYTES or not batch):
+                    if there[stop] is None and (packed := self._packed(chunks[stop])):
+                        opened.callback(packed.close)
+                        batch.append((chunks[stop], packed))
+                        nbytes += packed.nbytes
+                    stop += 1
+                self._put_batch(batch)
+            with self._lock:
+                for chunk in chunks[start:stop]:
+                    self._waiting.pop(chunk.key, None)
+            start = stop
+
+    def _packed(self, chunk: Chunk) -> Packed | None:
+        try:
+            packed = Packed(self._store, chunk)
+        except PoolError:
+            self._count("gone")
+            return None
+        if self._seal.sealed_bytes(packed.nbytes) > self._most_bytes:
+            packed.close()
+            self._count("too_large")
+            return None
+        return packed
+
+    def _put_batch(self, batch: Sequence[tuple[Chunk, Packed]]) -> None:
+        if not batch:
+            return
+        names = [self._seal.names(chunk.key)[0] for chunk, _ in batch]
+        sizes = [self._seal.sealed_bytes(packed.nbytes) for _, packed in batch]
+        broken = set()
+
+        def fill(place: int, room: memoryview) -> None:
+            try:
+                self._seal.seal(names[place], memoryview(batch[place][1].contents()), room)
+            except PoolError:  # a part is damaged: what is put does not open anywhere
+                broken.add(place)
+                room[:] = bytes(len(room))
+
+        taken = self._puts.put(names, sizes, fill)
+        for place, (chunk, _) in enumerate(batch):
+            kept = taken[place] and place not in broken
+            self._count("put" if kept else "not_put")
+            self._count("put_bytes", sizes[place] if kept else 0)
+            self._know(chunk.key, Stored(names[place], sizes[place]) if kept else None)
+
+    # Bringing
+
+    def _move(self) -> None:
+        while not self._ends.is_set():
+            self._moves.wait()
+            self._moves.clear()
+            while keys := self._take_asked():
+                try:
+                    self._bring(keys)
+                except SilentError as error:
+                    for key in keys:
+                        self._brought(key, Miss.LATE, f"the far store: {error}")
+                except Exception as error:
+                    logger.exception("carrier: chunks were not brought")
+                    for key in keys:
+                        self._brought(key, Miss.REFUSED, repr(error))
+
+    def _take_asked(self) -> list[bytes]:
+        with self._lock:
+            taken, nbytes = 0, 0
+            for key in self._queued[: MOST_NAMES // 2]:
+                match = self._there.get(key)
+                nbytes += match.nbytes if match else _BATCH_BYTES // 8
+                taken += 1
+                if nbytes >= _BATCH_BYTES:
+                    break
+            keys, self._queued = self._queued[:taken], self._queued[taken:]
+        return keys
+
+    def _brought(self, key: bytes, cause: str = "", detail: str = "") -> None:
+        self._end(key, f"not_brought_{cause}" if cause else "brought", Brought(cause, detail))
+
+    def _end(self, key: bytes, counted: str, brought: Brought) -> None:
+        """A chunk has come, or will not come: its waiters hear it."""
+        with self._lock:
+            future = self._bringing.pop(key, None)
+            self._counts[counted] += future is not None
+        if future is not None:
+            future.set_result(brought)
+
+    def _bring(self, keys: Sequence[bytes]) -> None:
+        """Raises SilentError."""
+        here = {chunk.key for chunk in self._store.chunks(keys)}
+        for key in here:
+            self._end(key, "here", Brought())
+        keys = [key for key in keys if key not in here]
+        with self._lock:
+            stored = {key: self._there.get(key) for key in keys}
+        unknown = [key for key in keys if stored[key] is None]
+        stored |= zip(unknown, self._look(self._gets, unknown), strict=True) if unknown else ()
+        hits = [(key, each) for key in keys if (each := stored[key])]
+        damaged: list[Stored] = []
+        seen = set()
+
+        def take(place: int, data: memoryview) -> None:
+            key, each = hits[place]
+            seen.add(key)
+            try:
+                opened = unpacked(key, self._seal.open(each.name, data))
+                self._keep(opened)
+            except PoolError as error:
+                if error.cause is Miss.DAMAGED:
+                    damaged.append(each)
+                    self._know(key, None)
+                    logger.warning(
+                        "carrier: chunk %s: %s; it is removed there", key.hex()[:16], error
+                    )
+                self._brought(key, error.cause, str(error))
+            else:
+                self._count("brought_bytes", len(data))
+                self._brought(key)
+
+        if hits:
+            names, sizes = [each.name for _, each in hits], [each.nbytes for _, each in hits]
+            self._gets.get(names, sizes, take)
+        for key in keys:
+            if key not in seen:
+                self._know(key, None)
+                self._brought(key, Miss.EVICTED, "the far store has it no longer")
+        if damaged:
+            self._gets.remove([each.name for each in damaged])
+
+    def _keep(self, opened: Opened) -> None:
+        """Write a chunk into the pool of this host. Raises PoolError."""
+        table = opened.table
+        with contextlib.ExitStack() as undo:
+            for (name, nbytes), data in zip(table.parts, opened.parts, strict=True):
+                try:
+                    writing = self._store.begin(
+                        table.key,
+                        parent=table.parent,
+                        part=name,
+                        parts=len(table.parts),
+                        nbytes=nbytes,
+                        tenant=table.tenant,
+                        writer=self._writer,
+                    )
+                except ValueError as error:
+                    raise PoolError(Miss.DAMAGED, f"no chunk: {error}") from None
+                if isinstance(writing, Refusal):
+                    if writing.why in (Why.EXISTS, Why.BEING_WRITTEN):
+                        return  # an engine was faster
+                    raise PoolError(Miss.REFUSED, f"this host's pool has no room: {writing.text}")
+                undo.enter_context(writing)
+                writing.write(0, data)
+                if not writing.publish():
+                    raise PoolError(Miss.REFUSED, "this host's pool was not written")

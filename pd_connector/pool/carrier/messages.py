@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines ask of the carrier of their host, over a socket in the pool's folder. One message, one packet."""
+
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+SOCKET = "carrier"
+"""Name of the socket, in the folder of the memory tier."""
+MOST_KEYS = 1024
+"""Keys in a message. Chunks of a longer chain are not looked for in the far store."""
+MOST_MESSAGE = 128 << 10
+BEAT_S = 0.1
+"""While an engine waits for a chunk, the carrier says so often that it is alive, in seconds."""
+
+Key = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+Keys = Annotated[list[Key], msgspec.Meta(max_length=MOST_KEYS)]
+
+
+class Find(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="find"):
+    """Which of the first chunks of a chain are in the far store? Answered by `Sizes`."""
+
+    keys: Keys
+
+
+class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sizes"):
+    """Bytes of the chunks that are there, from the first one on."""
+
+    sizes: Annotated[list[int], msgspec.Meta(max_length=MOST_KEYS)]
+    silent: bool = False
+    """The far store does not answer."""
+
+
+class Bring(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="bring"):
+    """Bring chunks into the host's memory. With one key and `waits` answered by `Brought`, else not answered."""
+
+    keys: Keys
+    waits: bool = True
+
+
+class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+    """The chunk is still on its way."""
+
+
+class Brought(msgspec.Struct, frozen=True, tag="brought"):
+    """The chunk is there, or why it is not."""
+
+    cause: str = ""
+    """A `Miss`; empty: it is there."""
+    detail: str = ""
+
+
+class Ask(msgspec.Struct, frozen=True, tag="status"):
+    """How is it? Answered by `Status`."""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag="is"):
+    """What a carrier has done since its start."""
+
+    far: str
+    """The store's address, without a password."""
+    sealed: bool
+    problem: str = ""
+    """Why the far store cannot be used at the moment."""
+    waiting: int = 0
+    """Chunks that wait to be put."""
+    counts: dict[str, int] = {}
+
+
+Request = Find | Bring | Ask
+Answer = Sizes | Waiting | Brought | Status
+requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    """A message as a packet."""
+    return msgspec.msgpack.encode(message)
+
+
+def new_socket() -> socket.socket:
+    """A socket whose packets are messages."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def is_own_user(channel: socket.socket) -> bool:
+    """Whether a process of this user is at the other end."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack(
+        "3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return int(user) == os.geteuid()
+
+
+class SocketFolder:
+    """The folder of the socket, by a descriptor: a socket's whole path may have 107 bytes only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @property
+    def path(self) -> str:
+        """A short path of the socket."""
+        return f"/proc/self/fd/{self._descriptor}/{SOCKET}"
+
+    def close(self) -> None:
+        """Close the folder."""
+        os.close(self._descriptor)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers engines of this host: of this user only, by schema, with limits. A bad message costs its sender the connection."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import threading
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import msgspec
+
+from pd_connector.errors import ConfigError
+from pd_connector.pool.carrier.carrier import Carrier
+from pd_connector.pool.carrier.messages import (
+    BEAT_S,
+    MOST_MESSAGE,
+    SOCKET,
+    Ask,
+    Bring,
+    Brought,
+    Find,
+    SocketFolder,
+    Waiting,
+    encode,
+    is_own_user,
+    new_socket,
+    requests,
+)
+
+logger = logging.getLogger("pd_connector.pool.carrier")
+
+_MOST_CONNECTIONS = 256
+_SENDS_S = 1.0
+"""Longest time in which an engine takes its answer, in seconds. Then it is disconnected."""
+
+
+class CarrierServer:
+    """Listens in the folder of the memory tier.
+
+    Raises:
+        ConfigError: another carrier serves this host's pool.
+    """
+
+    def __init__(self, carrier: Carrier, folder: Path) -> None:
+        self._carrier = carrier
+        self._folder = SocketFolder(folder)
+        self._lock = os.open(
+            folder / f"{SOCKET}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            self._folder.close()
+            raise ConfigError(
+                f"{folder}: another carrier serves this pool: a host has one carrier; end the other one first"
+            ) from None
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._folder.path)
+        self._listener = new_socket()
+        self._listener.bind(self._folder.path)
+        self._listener.listen(_MOST_CONNECTIONS)
+        self._connections: set[socket.socket] = set()
+        self._ended = False
+        threading.Thread(target=self._accept, name="pd-carrier-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Hang up, and remove the socket."""
+        self._ended = True
+        with contextlib.suppress(OSError):
+            os.unlink(self._folder.path)
+        for each in (self._listener, *list(self._connections)):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        os.close(self._lock)
+        self._folder.close()
+
+    def _accept(self) -> None:
+        while not self._ended:
+            try:
+                channel, _ = self._listener.accept()
+            except OSError:
+                continue
+            if len(self._connections) >= _MOST_CONNECTIONS or not is_own_user(channel):
+                channel.close()
+                continue
+            self._connections.add(channel)
+            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+
+    def _serve(self, channel: socket.socket) -> None:
+        try:
+            while data := channel.recv(MOST_MESSAGE):
+                self._answer(channel, data)
+        except (OSError, msgspec.MsgspecError) as error:
+            if not self._ended:
+                logger.info("carrier: an engine's connection ends: %r", error)
+        except Exception:
+            logger.exception("carrier: a connection ends")
+        finally:
+            self._connections.discard(channel)
+            channel.close()
+
+    def _answer(self, channel: socket.socket, data: bytes) -> None:
+        message = requests.decode(data)
+        if isinstance(message, Find):
+            _send(channel, encode(self._carrier.find(message.keys)))
+        elif isinstance(message, Ask):
+            _send(channel, encode(self._carrier.status()))
+        elif isinstance(message, Bring):
+            futures = self._carrier.bring(message.keys)
+            if message.waits and futures:
+                _send(channel, encode(_ended(channel, futures[0])))
+
+
+def _ended(channel: socket.socket, future: "Future[Brought]") -> Brought:
+    """Wait for a chunk, and let the engine know all the while that somebody does."""
+    while not future.done():
+        wait([future], BEAT_S)
+        if not future.done():
+            _send(channel, encode(Waiting()))
+    return future.result()
+
+
+def _send(channel: socket.socket, packet: bytes) -> None:
+    channel.settimeout(_SENDS_S)
+    channel.sendall(packet)
+    channel.settimeout(None)

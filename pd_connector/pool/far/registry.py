@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the far store of an address, and checks both before anything is dialled."""
+
+import importlib
+import ipaddress
+import re
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from pd_connector.errors import ConfigError
+from pd_connector.extensions import load_entry_points, unknown_name
+from pd_connector.pool.far.base import FAR_STORE_GROUP, FarStore
+
+_BUILT_IN = {
+    "redis": "pd_connector.pool.far.redis:RedisStore",
+    "rediss": "pd_connector.pool.far.redis:RedisStore",
+}
+"""Imported when an address names them: each imports a client of its own."""
+OPTION = "--far"
+_SECRET = re.compile(r"(?<=:)[^:@/]*(?=@)")
+
+
+def far_class(scheme: str) -> type[FarStore]:
+    """The far store of a scheme.
+
+    Raises:
+        ConfigError: no package provides one, its package is broken, or its client is not installed.
+    """
+    if named := _BUILT_IN.get(scheme):
+        module, _, attribute = named.partition(":")
+        built_in: type[FarStore] = getattr(importlib.import_module(module), attribute)
+        return built_in
+    added = load_entry_points(FAR_STORE_GROUP).get(scheme)
+    if added is None:
+        raise unknown_name("far store", scheme, _BUILT_IN, FAR_STORE_GROUP, OPTION)
+    store: Any = added.load()
+    if isinstance(store, type) and issubclass(store, FarStore):
+        return store
+    raise ConfigError(
+        f"{added.source}: entry point {scheme!r} of group {FAR_STORE_GROUP} is {store!r}: must be a subclass of "
+        "pd_connector.pool.far.base.FarStore"
+    )
+
+
+def far_address(text: str, *, sealed: bool) -> tuple[type[FarStore], SplitResult]:
+    """Check the address of a far store.
+
+    Args:
+        sealed: whether there is a key. Without one only loopback addresses are accepted.
+
+    Raises:
+        ConfigError: it cannot be used. The text has no password.
+    """
+    shown = without_secret(text)
+    try:
+        address = urlsplit(text)
+        _ = address.port
+    except ValueError as error:
+        raise ConfigError(f"{OPTION} {shown}: is not an address: {error}") from None
+    if not address.scheme:
+        raise ConfigError(
+            f"{OPTION} {shown!r}: must begin with a scheme, such as redis://HOST:6379"
+        )
+    store = far_class(address.scheme)
+    if problem := store.problem(address):
+        raise ConfigError(f"{OPTION} {shown}: {problem}")
+    if not sealed:
+        for host in store.hosts(address):
+            if not is_loopback(host):
+                raise ConfigError(
+                    f"{OPTION} {shown}: without a key only this machine's loopback is accepted, not {host!r}: a stranger who writes "
+                    "there could change answers. Make a key with `pd-connector key`, keep it in a file of this user alone, "
+                    "the same on all hosts, and name it with --key-file"
+                )
+    return store, address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine can be reached there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def without_secret(text: str) -> str:
+    """An address for people: its password is left out."""
+    return _SECRET.sub("***", text)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of a host, and behind it what the host's carrier reaches: a far store of several hosts.
+
+A chunk is loaded from this host only. One that only the far store has is found in tier `FAR`, and brought before it is read.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pd_connector.pool.carrier.asking import CarrierLink
+from pd_connector.pool.store.base import (
+    FAR,
+    Chunk,
+    Found,
+    Journal,
+    Reading,
+    Refusal,
+    Store,
+    StoreStatus,
+    Writing,
+)
+
+
+class ReachingStore(Store):
+    """Args:
+    host: keeps this host's chunks.
+    folder: of its memory tier, in which a carrier listens.
+    """
+
+    def __init__(self, host: Store, folder: Path) -> None:
+        self._host = host
+        self.carrier = CarrierLink(folder)
+
+    def find(self, keys: Sequence[bytes]) -> list[Found | None]:
+        hits = self._host.find(keys)
+        here = next((place for place, each in enumerate(hits) if each is None), len(keys))
+        for place, nbytes in enumerate(self.carrier.find(keys[here:]), here):
+            if place < len(hits):
+                hits[place] = Found(FAR, (), nbytes)
+        return hits
+
+    def bring(self, key: bytes) -> Found | None:
+        (match,) = self._host.find([key])
+        if match is None and self.carrier.is_there:
+            self.carrier.bring(key)
+            (match,) = self._host.find([key])
+        return match
+
+    def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
+        here = self._host.pin(keys, for_s, holder, tenants)
+        if not holder:
+            self.carrier.prefetch(keys[here:])
+        return here
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        self._host.unpin(keys)
+
+    def was_stored(self, key: bytes) -> bool:
+        return self._host.was_stored(key)
+
+    def begin(
+        self,
+        key: bytes,
+        *,
+        parent: bytes,
+        part: str,
+        parts: int,
+        nbytes: int,
+        tenant: str = "",
+        writer: str = "",
+    ) -> Writing | Refusal:
+        return self._host.begin(
+            key,
+            parent=parent,
+            part=part,
+            parts=parts,
+            nbytes=nbytes,
+            tenant=tenant,
+            writer=writer,
+        )
+
+    def read(self, key: bytes, part: str) -> Reading:
+        return self._host.read(key, part)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        return self._host.remove(keys)
+
+    def journal(self, after: int) -> Journal:
+        return self._host.journal(after)
+
+    def keys(self) -> list[bytes]:
+        return self._host.keys()
+
+    def chunks(self, keys: Iterable[bytes] | None = None) -> Iterator[Chunk]:
+        return self._host.chunks(keys)
+
+    @property
+    def reaches_far(self) -> bool:
+        return self.carrier.has_served
+
+    @property
+    def id(self) -> str:
+        return self._host.id
+
+    def advertise(self, about: bytes) -> None:
+        self._host.advertise(about)
+
+    def advertised(self) -> list[bytes]:
+        return self._host.advertised()
+
+    def take_failures(self) -> Mapping[tuple[str, str], int]:
+        return self._host.take_failures()
+
+    def status(self) -> StoreStatus:
+        return self._host.status()
+
+    def close(self) -> None:
+        self.carrier.close()
+        self._host.close()

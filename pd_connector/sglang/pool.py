@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's door to the KV pool: an external linker of SGLang's radix cache, which saves computed chunks and loads stored ones.
+
+Arrival    `arrived` (hook): chunks of a prompt are looked up, read and verified (`pool_prompts.py`, `pool_chunks.py`)
+Scheduling `scheduling` (hook): the ranks agree how many chunks all of them hold; `lookup` names these lengths
+Load       `load` takes the chunks, `start_layer_wise_loading` copies them layer by layer while the first layers compute
+Save       `inserting` (hook) tells whose KV enters the cache; `offload` has new chunks copied (`pool_thread.py`)
+
+SGLang aborts requests whose load fails once it has started. So everything that can fail happens before: from
+`start_layer_wise_loading` on bytes are copied from this rank's memory into its pages, nothing else.
+"""
+
+import logging
+import threading
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+)
+
+from pd_connector.agent.pending_outcomes import Outcome
+from pd_connector.pages.paged_cache import PagedCache
+from pd_connector.pool.copy_plan import LoadPiece
+from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.stored import gathered_bytes
+from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.sglang.pool_chunks import HeldChunk, arranged, planned
+from pd_connector.sglang.pool_prompts import PoolPrompt, chunks_of, salt_of
+from pd_connector.sglang.pool_rank import PoolRank
+from pd_connector.sglang.pool_settings import check_linker, pool_config
+
+logger = logging.getLogger("pd_connector.sglang")
+
+MOST_SAVES = 64
+"""Chunks whose pages are kept for saves at a time. More are not saved: their pages would be missed."""
+_IDLE_S = 0.002
+"""Longest pause of an idle scheduler while requests wait for chunks, in seconds."""
+
+
+@dataclass(eq=False)
+class _Offload:
+    """A node of SGLang's cache that stays locked until its chunks are copied.
+
+    Attributes:
+        jobs: names of saves and comparisons under way.
+        stored: what SGLang is told in the end: it need not offer this node again.
+    """
+
+    jobs: set[str] = field(default_factory=set)
+    stored: bool = True
+
+
+class _Copy(NamedTuple):
+    """Bytes of a held chunk on their way into pages."""
+
+    piece: LoadPiece
+    payload: memoryview
+
+
+class _Load(NamedTuple):
+    """A request's load, until it is copied."""
+
+    copies: list[_Copy]
+    held: list[HeldChunk]
+    nbytes: int
+
+
+class PoolLinker(UnifiedCacheLinker):
+    """Used by the scheduler's thread, in the terms of `UnifiedCacheLinker`. It saves and loads from `attach` on."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: Any,
+        forward_stream: Any = None,
+    ) -> None:
+        self._config = pool_config()
+        check_linker(server_args, params, components)
+        self._params = params
+        self._pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self._page_size: int = params.page_size
+        self.forward_stream = forward_stream
+        self.pools = {PoolName.KV: self._pool}
+        self.layer_done_counter = LayerWiseLoadCounter(self._pool.layer_num)
+        self._rank: PoolRank | None = None
+        self._cache: Any = None  # SGLang's radix cache
+        self._inserting: Any = None  # the request whose KV enters the cache now
+        self._node: tuple[int, Any] | None = None  # tokens before a node, and its path's slots
+        self._offloads: deque[_Offload] = deque()
+        self._jobs: dict[str, _Offload] = {}
+        self._lock = threading.Lock()  # of `_jobs` and what they change
+        self._numbered = 0
+        self._queued: dict[str, _Load] = {}
+        self._copier = ThreadPoolExecutor(1, "pd-pool-copy")
+
+    # What SGLang's functions tell (`pool_hooks.py`)
+
+    def attach(self, scheduler: Any) -> None:
+        """SGLang's scheduler has been made: open the pool.
+
+        Raises:
+            PDConnectorError: the engine is set up for what the pool cannot keep; it does not start then.
+        """
+        self._cache = scheduler.tree_cache
+        self._rank = PoolRank(scheduler, self._pool, self._config, self._ended)
+
+    def arrived(self, req: Any) -> None:
+        """A request enters a queue."""
+        rank = self._rank
+        if rank is None or not rank.reads(req):
+            return
+        tokens = array("q", req.origin_input_ids)
+        tokens.extend(req.output_ids)
+        usable = tokens[: req._compute_max_prefix_len(len(tokens))]
+        if len(usable) < CHUNK_TOKENS:
+            return
+        computed = self._computed(usable, req)
+        salt = salt_of(req.cache_salt, req.extra_key)
+        rank.prompts.begin(req.rid, usable, salt, computed, rank.model, rank.facts)
+
+    def _computed(self, tokens: "array[int]", req: Any) -> int:
+        """Tokens that SGLang's cache has already."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        found = self._cache.tree_core.match_prefix(MatchPrefixParams(key=key))
+        self._cache._apply_cache_actions(found.cache_actions)
+        return int(found.device_prefix_len)
+
+    @contextmanager
+    def scheduling(self, scheduler: Any) -> Iterator[None]:
+        """Within, SGLang makes a batch of requests that wait. Requests that wait for chunks are not among them."""
+        rank = self._rank
+        if rank is None or not rank.prompts:
+            yield
+            return
+        queue = list(scheduler.waiting_queue)
+        rank.prompts.keep_only([req.rid for req in queue])
+        waiting = rank.prompts.settle([req.rid for req in queue], self._agree)
+        scheduler.waiting_queue = [req for req in queue if req.rid not in waiting]
+        try:
+            yield
+        finally:
+            if waiting:
+                places = {id(req): place for place, req in enumerate(queue)}
+                left = [*scheduler.waiting_queue, *(r for r in queue if r.rid in waiting)]
+                left.sort(key=lambda req: places.get(id(req), len(places)))
+                scheduler.waiting_queue = left
+
+    def idle(self) -> None:
+        """SGLang has nothing to compute, and would ask again without pause."""
+        rank = self._rank
+        if rank is None:
+            return
+        rank.stepped(0)
+        if rank.prompts:
+            rank.prompts.progress.wait(_IDLE_S)
+            rank.prompts.progress.clear()
+
+    def step(self, batch: Any) -> None:
+        """SGLang computes a batch."""
+        if self._rank is None:
+            return
+        extends = batch.forward_mode.is_extend()
+        self._rank.stepped(int(batch.extend_num_tokens or 0) if extends else 0)
+
+    def matching(self, key: Any, req: Any, result: Any) -> None:
+        """SGLang looks for a request's prefix, and calls `lookup` next if it wants more than it has."""
+        prompt = self._rank.prompts.get(req.rid) if self._rank else None
+        if prompt is None:
+            return
+        named = (prompt.settled or 0) * CHUNK_TOKENS
+        same = (
+            salt_of(key.cache_salt, key.extra_key) == prompt.salt
+            and key.raw_token_ids()[:named] == prompt.tokens[:named]
+        )
+        prompt.matched = result.device_prefix_len if same else -1
+
+    @contextmanager
+    def inserting(self, req: Any) -> Iterator[None]:
+        """Within, SGLang puts a request's KV into its cache, and offloads its nodes."""
+        self._inserting = req
+        try:
+            yield
+        finally:
+            self._inserting = None
+
+    @contextmanager
+    def offloading(self, wrapper: Any, node_id: Any, transfers: Sequence[Any]) -> Iterator[None]:
+        """Within, SGLang offloads one node of its cache."""
+        req = self._inserting
+        if req is not None and self._rank is not None and transfers:
+            core = wrapper.cache.tree_core
+            root = wrapper.cache.root_node_handle(req.extra_key)
+            slots = core.collect_full_device_indices(node_id, root)
+            self._node = len(slots) - len(transfers[0].device_indices), slots
+        try:
+            yield
+        finally:
+            self._node = None
+
+    @property
+    def weights(self) -> Any:
+        """What watches the weights; None before `attach`."""
+        return self._rank.watch if self._rank else None
+
+    # `UnifiedCacheLinker`: loads
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        prompt = self._rank.prompts.get(rid) if self._rank else None
+        if prompt is None or not self._usable(prompt):
+            return []
+        most = min(prompt.matched + len(transfers[0].keys) * self._page_size, len(prompt.tokens))
+        stops = range(prompt.first + 1, (prompt.settled or 0) + 1)
+        return [
+            (stop * CHUNK_TOKENS - prompt.matched) // self._page_size
+            for stop in stops
+            if prompt.matched < stop * CHUNK_TOKENS <= most
+        ]
+
+    def _usable(self, prompt: PoolPrompt) -> bool:
+        """Whether chunks of this prompt can be loaded behind what is in the cache."""
+        assert self._rank is not None
+        model = self._rank.model
+        return bool(
+            prompt.settled is not None
+            and model
+            and prompt.model == model
+            and prompt.matched >= prompt.first * CHUNK_TOKENS
+            and prompt.matched % self._page_size == 0
+        )
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """The ranks agree: if one of them cannot load, none does."""
+        prompt = self._rank.prompts.get(rid) if self._rank else None
+        load = None
+        try:
+            if prompt is not None:
+                load = self._planned(prompt, transfers[0].device_indices)
+        except Exception:
+            logger.exception("request %s: its chunks cannot be loaded; it is computed", rid)
+        ((agreed, _),) = self._agree([(int(load is not None), 0)])
+        if load is None or not agreed:
+            return False
+        assert prompt is not None
+        taken = {id(held) for held in load.held}
+        prompt.held = [held for held in prompt.held if id(held) not in taken]
+        self._queued[rid] = load
+        return True
+
+    def _planned(self, prompt: PoolPrompt, slots: torch.Tensor) -> _Load | None:
+        """What is copied where. None if SGLang wants what was not named."""
+        assert self._rank is not None
+        first, stop = prompt.matched, prompt.matched + len(slots)
+        last = stop // CHUNK_TOKENS
+        if not self._usable(prompt) or stop % CHUNK_TOKENS or last > (prompt.settled or 0):
+            return None
+        pages = (slots[:: self._page_size] // self._page_size).tolist()
+        tables = [[-1] * (first // self._page_size) + pages]
+        held = prompt.held[first // CHUNK_TOKENS - prompt.first : last - prompt.first]
+        copies: list[_Copy] = []
+        own = self._rank.loads.geometry
+        for each in held:
+            ready, number = each.ready, each.chunk.number
+            if ready is None:
+                return None
+            pieces = planned(ready.read, own, tables, number, first, stop)
+            payloads = ready.payloads
+            if first > number * CHUNK_TOKENS:  # the cache has the chunk's first pages
+                payloads = arranged(ready.read, pieces, bytearray(gathered_bytes(pieces)))
+            copies += [_Copy(*both) for both in zip(pieces, payloads, strict=True)]
+        if len(held) != last - first // CHUNK_TOKENS:
+            return None
+        return _Load(copies, held, sum(each.nbytes for each in held))
+
+    def start_layer_wise_loading(self) -> int:
+        if not self._queued:
+            return -1
+        assert self._rank is not None
+        loads, self._queued = list(self._queued.values()), {}
+        index: int = self.layer_done_counter.update_producer()
+        self._copier.submit(self._copy, index, loads, self._rank.loads, self._fence())
+        return index
+
+    def _copy(self, index: int, loads: list[_Load], cache: PagedCache, fence: Any) -> None:
+        """Copy the chunks, the first layers first. The copying thread calls it."""
+        rank, counter = self._rank, self.layer_done_counter
+        assert rank is not None
+        try:
+            copies = [copy for load in loads for copy in load.copies]
+            layers = [copy.piece.chunk.layers(copy.piece.route) for copy in copies]
+            left = Counter(layer for each in layers for layer in each)
+            first, done = cache.geometry.shard.first_layer, 0
+            for place in sorted(range(len(copies)), key=lambda place: max(layers[place])):
+                piece, payload = copies[place]
+                cache.scatter(piece.route, piece.chunk, piece.pages, payload, fence)
+                left.subtract(layers[place])
+                while done < counter.num_layers and not left[first + done]:
+                    counter.complete(index, done)
+                    done += 1
+            for layer in range(done, counter.num_layers):
+                counter.complete(index, layer)
+            rank.loaded(sum(len(load.held) for load in loads), sum(load.nbytes for load in loads))
+        except BaseException as error:
+            logger.exception("pool: chunks could not be copied into pages")
+            counter.fail(index, error)
+        finally:
+            for load in loads:
+                for held in load.held:
+                    rank.prompts.held.release(held)
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return bool(self.layer_done_counter.finish(counter_index))
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        load = self._queued.pop(rid, None)
+        if load is None:
+            return False
+        assert self._rank is not None
+        for held in load.held:
+            self._rank.prompts.held.release(held)
+        return True
+
+    # `UnifiedCacheLinker`: saves
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        """The answer is the same on all ranks, which lock their nodes alike."""
+        offload = _Offload()
+        self._offloads.append(offload)
+        if self._rank is None or self._node is None:
+            offload.stored = False
+            return True
+        jobs = self._new_jobs(offload, *self._node)
+        fence = self._fence()
+        for job in jobs:
+            self._rank.thread.execute(job, fence)
+        return True
+
+    def _new_jobs(self, offload: _Offload, before: int, slots: torch.Tensor) -> list[Save | Fill]:
+        """The saves and comparisons of the chunks that end in a node.
+
+        Args:
+            before: tokens before the node.
+            slots: of all tokens up to the node's end.
+        """
+        rank, req = self._rank, self._inserting
+        assert rank is not None
+        model = rank.model
+        numbers = range(before // CHUNK_TOKENS, len(slots) // CHUNK_TOKENS)
+        if not numbers:
+            return []
+        if not model or not rank.takes(req):
+            offload.stored = False
+            return []
+        tokens = req.full_untruncated_fill_ids[: numbers.stop * CHUNK_TOKENS]
+        salt = salt_of(req.cache_salt, req.extra_key)
+        try:
+            chunks = chunks_of(model, tokens, salt, first=numbers.start)
+        except OverflowError:
+            return []
+        pages = (slots[:: self._page_size] // self._page_size).tolist()
+        jobs: list[Save | Fill] = []
+        for chunk in chunks:
+            name = self._name(offload, len(jobs))
+            if name is None:
+                offload.stored = False
+                break
+            first, stop = (
+                token // self._page_size for token in (chunk.first_token, chunk.stop_token)
+            )
+            if rank.prompts.audit.pop(chunk.key, None) is not None:
+                jobs.append(_comparison(name, model, chunk, [-1] * first + pages[first:stop]))
+            elif rank.writes(req):
+                jobs.append(Save(name, model, chunk, (pages[first:stop],), rank.tenant(req)))
+            else:
+                self._ended(Saved(name))
+        return jobs
+
+    def _name(self, offload: _Offload, jobs: int) -> str | None:
+        """A name for a job that no other has; None if too many are under way."""
+        with self._lock:
+            if len(self._jobs) >= MOST_SAVES:
+                return None
+            self._numbered += 1
+            name = f"pool {self._numbered}"
+            self._jobs[name] = offload
+            offload.jobs.add(name)
+            return name
+
+    def _ended(self, outcome: Outcome) -> None:
+        """Pages of a job are no longer read. Any thread calls it."""
+        assert isinstance(outcome, Saved | Finished)
+        with self._lock:
+            offload = self._jobs.pop(outcome.request, None)
+            if offload is not None:
+                offload.jobs.discard(outcome.request)
+
+    def num_completed_offloads(self) -> int:
+        with self._lock:
+            count = 0
+            for offload in self._offloads:
+                if offload.jobs:
+                    break
+                count += 1
+            return count
+
+    def pop_completed_offload(self) -> bool:
+        return self._offloads.popleft().stored
+
+    # `UnifiedCacheLinker`: its end
+
+    def reset(self) -> None:
+        """SGLang empties its cache: no page is read or written any more."""
+        with self._lock:
+            names = list(self._jobs)
+        if self._rank is not None:
+            self._rank.thread.take_back(names)
+            self._rank.prompts.clear()
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
+        self._copier.submit(lambda: None).result()
+        self._offloads.clear()
+        self.layer_done_counter.reset()
+
+    def close(self) -> None:
+        self.reset()
+        self._copier.shutdown()
+        if self._rank is not None:
+            self._rank.close()
+
+    def _fence(self) -> Any:
+        """A point after which the pages that were computed so far are written; None on a CPU."""
+        stream = self.forward_stream
+        if not isinstance(stream, torch.cuda.Stream):
+            return self._rank.loads.fence() if self._rank else None
+        stream.wait_stream(torch.cuda.current_stream())
+        return stream.record_event()
+
+    def _agree(self, own: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The smallest numbers of all ranks, place by place."""
+        numbers = torch.tensor(own, dtype=torch.int64)
+        self._cache._all_reduce_attn_groups(numbers, torch.distributed.ReduceOp.MIN)
+        return [(int(ready), int(chunks)) for ready, chunks in numbers.tolist()]
+
+
+def _comparison(name: str, model: bytes, chunk: PromptChunk, pages: list[int]) -> Fill:
+    """Compare a chunk of the pool with the pages in which it was computed here."""
+    span = chunk.first_token, chunk.stop_token
+    return Fill(name, model, (chunk,), *span, (pages,), compares=True)

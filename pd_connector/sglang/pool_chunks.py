@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of the pool in a rank's own memory: read and verified while their requests wait, and copied into pages later.
+
+Whatever becomes of a chunk's files afterwards, a chunk that is held here can be copied.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pd_connector.agent.thread_priority import prefer_this_thread
+from pd_connector.errors import Miss, PoolError
+from pd_connector.kv.geometry import Geometry
+from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.copy_plan import LoadPiece, plan_load
+from pd_connector.pool.jobs import PromptChunk
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.loader import Loader, ReadBuffer, ReadChunk
+from pd_connector.pool.stored import gathered_bytes, payloads
+
+logger = logging.getLogger("pd_connector.sglang")
+
+MOST_HELD_BYTES = 4 << 30
+"""Most bytes of chunks that a rank holds. Requests that find no room compute their prompts."""
+_READERS = 2
+_FREE_BUFFERS = 4
+"""Buffers that are kept for the next chunks: fresh memory costs time."""
+
+
+class Ready(NamedTuple):
+    """A verified chunk in the order of the rank's pages.
+
+    Attributes:
+        pieces: what is copied, with numbers of pages that are none.
+        payloads: the bytes of each piece.
+    """
+
+    read: ReadChunk
+    pieces: list[LoadPiece]
+    payloads: list[memoryview]
+
+
+@dataclass(eq=False)
+class HeldChunk:
+    """A chunk that is read, or was read.
+
+    Attributes:
+        nbytes: that are reserved for it.
+        users: requests that hold it.
+        ready: the chunk; None while it is read, and if it cannot be used.
+        problem: why it cannot be used.
+        done: whether it was read, or cannot be.
+    """
+
+    chunk: PromptChunk
+    nbytes: int
+    buffer: ReadBuffer
+    users: int = 0
+    ready: Ready | None = None
+    problem: tuple[Miss | str, str] | None = None
+    done: bool = False
+
+
+class HeldChunks:
+    """Any thread may use it.
+
+    Args:
+        loader: reads and verifies chunks.
+        own: the rank's cache.
+        progressed: called by a reading thread after each chunk.
+    """
+
+    def __init__(self, loader: Loader, own: Geometry, progressed: Callable[[], None]) -> None:
+        self._loader = loader
+        self._own = own
+        self._progressed = progressed
+        self._lock = threading.Lock()
+        self._held: dict[bytes, HeldChunk] = {}
+        self._free: list[ReadBuffer] = []
+        self.nbytes = 0
+        # A request waits for these threads: they have the agent's priority.
+        self._threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
+
+    def hold(self, chunk: PromptChunk, nbytes: int, facts: ModelFacts) -> HeldChunk | None:
+        """Hold a chunk, and read it unless it was read for another request. None: there is no room.
+
+        Args:
+            nbytes: of all its parts.
+            facts: the model that will use it.
+        """
+        with self._lock:
+            held = self._held.get(chunk.key)
+            if held is None or held.problem is not None or held.chunk != chunk:
+                if self.nbytes + nbytes > MOST_HELD_BYTES:
+                    return None
+                buffer = self._free.pop() if self._free else ReadBuffer()
+                held = HeldChunk(chunk, nbytes, buffer)
+                self._held[chunk.key] = held
+                self.nbytes += nbytes
+                self._threads.submit(self._read, held, facts)
+            held.users += 1
+            return held
+
+    def release(self, held: HeldChunk) -> None:
+        """A request holds it no longer."""
+        with self._lock:
+            held.users -= 1
+            if held.users == 0 and held.done:
+                self._drop(held)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _drop(self, held: HeldChunk) -> None:
+        self.nbytes -= held.nbytes
+        held.ready = None
+        if self._held.get(held.chunk.key) is held:
+            del self._held[held.chunk.key]
+        if len(self._free) < _FREE_BUFFERS:
+            self._free.append(held.buffer)
+
+    def _read(self, held: HeldChunk, facts: ModelFacts) -> None:
+        """Read a chunk, and bring it into the order of the rank's pages. A reading thread calls it."""
+        try:
+            if held.users:
+                held.ready = self._arranged(held, facts)
+        except PoolError as error:
+            held.problem = error.cause, str(error)
+        except Exception as error:
+            logger.exception("pool: a chunk was not read")
+            held.problem = "failed", repr(error)
+        with self._lock:
+            held.done = True
+            if held.users == 0:
+                self._drop(held)
+        self._progressed()
+
+    def _arranged(self, held: HeldChunk, facts: ModelFacts) -> Ready:
+        read = self._loader.read(held.chunk, facts, held.buffer)
+        number = held.chunk.number
+        span = number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS
+        (page_size,) = {group.page_size for group in self._own.groups}
+        tables = [range(span[1] // page_size)]
+        pieces = planned(read, self._own, tables, number, *span)
+        room = held.buffer.room(-1, gathered_bytes(pieces))
+        return Ready(read, pieces, arranged(read, pieces, room))
+
+
+def planned(
+    read: ReadChunk,
+    own: Geometry,
+    tables: Sequence[Sequence[int]],
+    number: int,
+    first_token: int,
+    stop_token: int,
+) -> list[LoadPiece]:
+    """How a chunk comes into pages; see `plan_load`."""
+    needs = [(part.geometry, part.need) for part in read.parts]
+    return plan_load(needs, own, tables, number, first_token, stop_token)
+
+
+def arranged(
+    read: ReadChunk, pieces: Sequence[LoadPiece], room: memoryview | bytearray
+) -> list[memoryview]:
+    """The payload of each piece; see `payloads`."""
+    parts = [(part.geometry, part.need, part.data) for part in read.parts]
+    return payloads(pieces, parts, memoryview(room))

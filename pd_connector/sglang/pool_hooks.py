@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's functions around which the pool's linker works (`pool.py`). Without a pool they only call SGLang's."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pd_connector.sglang.pool_settings import OPTIONS, check_arguments, uses_pool
+
+
+def _linker(wrapper: Any) -> Any:
+    """Our linker behind SGLang's `UnifiedCacheLinkerWrapper`; None if there is none."""
+    linker = getattr(wrapper, "cache_linker", None)
+    return linker if hasattr(linker, "offloading") else None
+
+
+def _of(scheduler: Any) -> Any:
+    return _linker(getattr(scheduler.tree_cache, "linker", None))
+
+
+def resolved(original: Callable[..., Any], server_args: Any, *args: Any, **options: Any) -> Any:
+    """SGLang works out its arguments: the config key `pool` stands for those of the linker."""
+    if uses_pool():
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        check_arguments(server_args)
+        declare_resolution(server_args, "pd_connector", **OPTIONS)
+    return original(server_args, *args, **options)
+
+
+def scheduler_made(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
+    """The scheduler has its model and its cache."""
+    result = original(scheduler, *args, **options)
+    if (linker := _of(scheduler)) is not None:
+        linker.attach(scheduler)
+    return result
+
+
+def arrives(
+    original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **options: Any
+) -> Any:
+    """A request enters the queue, new or retracted."""
+    if (linker := _of(scheduler)) is not None:
+        linker.arrived(req)
+    return original(scheduler, req, *args, **options)
+
+
+def schedules(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
+    """SGLang makes a batch of the requests that wait."""
+    linker = _of(scheduler)
+    if linker is None:
+        return original(scheduler, *args, **options)
+    with linker.scheduling(scheduler):
+        return original(scheduler, *args, **options)
+
+
+def inserts(original: Callable[..., Any], cache: Any, req: Any, *args: Any, **options: Any) -> Any:
+    """A request's KV enters SGLang's cache."""
+    linker = _linker(cache.linker)
+    if linker is None:
+        return original(cache, req, *args, **options)
+    with linker.inserting(req):
+        return original(cache, req, *args, **options)
+
+
+def matches(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
+    """SGLang asks for what is stored of a prompt."""
+    if (linker := _linker(wrapper)) is not None:
+        wrapper.hit_markers.pop(req.rid, None)  # of an earlier look, behind another prefix
+        linker.matching(key, req, result)
+    return original(wrapper, key, req, result)
+
+
+def offloads_node(original: Callable[..., Any], wrapper: Any, node_id: Any, transfers: Any) -> Any:
+    """SGLang offloads a node of its cache."""
+    linker = _linker(wrapper)
+    if linker is None:
+        return original(wrapper, node_id, transfers)
+    with linker.offloading(wrapper, node_id, transfers):
+        return original(wrapper, node_id, transfers)

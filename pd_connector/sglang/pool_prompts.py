@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that wait for chunks of the pool, from the arrival of their requests on.
+
+Each rank of an engine looks its chunks up and reads them by itself. The ranks then agree how many of a prompt's chunks all
+of them hold (`PoolPrompts.settle`). Only these can be loaded.
+"""
+
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from pd_connector.errors import Cause, Miss
+from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.jobs import PromptChunk
+from pd_connector.pool.keys import CHUNK_TOKENS, extend, root, salt_digest, token_bytes
+from pd_connector.pool.load_breakeven import Answers, LoadBreakeven
+from pd_connector.pool.part_names import part_codec
+from pd_connector.pool.store.base import Found, Store
+from pd_connector.pool.trust import WriterTrust
+from pd_connector.sglang.pool_chunks import HeldChunk, HeldChunks
+from pd_connector.telemetry import Telemetry
+
+logger = logging.getLogger("pd_connector.sglang")
+
+LOOK_S = 0.1
+"""Longest wait of a request for its look-up, in seconds."""
+_SLOW_S = 0.25
+"""A store that takes longer for a look-up is left alone for a while, in seconds."""
+STALL_S = 5.0
+"""Longest wait of a request for its next chunk, in seconds."""
+
+
+def chunks_of(
+    model: bytes, tokens: Sequence[int], salt: str, *, first: int = 0
+) -> list[PromptChunk]:
+    """The whole chunks of a sequence of tokens, from number `first` on.
+
+    Args:
+        model: `keys.model_root`.
+        tokens: from the sequence's beginning.
+        salt: from `salt_of`.
+
+    Raises:
+        OverflowError: a token id has more than 32 bits.
+    """
+    parent = root(model, salt=salt)
+    keys = [parent, *extend(parent, tokens)]
+    digest = salt_digest(salt)
+    return [
+        PromptChunk(
+            number,
+            keys[number + 1],
+            keys[number],
+            token_bytes(tokens[number * CHUNK_TOKENS : (number + 1) * CHUNK_TOKENS]),
+            b"",
+            "",
+            digest,
+        )
+        for number in range(first, len(keys) - 1)
+    ]
+
+
+def salt_of(cache_salt: str | None, extra_key: str | None) -> str:
+    """What keeps a request's chunks apart from those of others. With a cache salt alone, it is that of vLLM's requests."""
+    if extra_key is None:
+        return cache_salt or ""
+    return f"sglang extra_key {len(extra_key)} {extra_key} {cache_salt or ''}"
+
+
+@dataclass(eq=False)
+class PoolPrompt:
+    """One request's chunks.
+
+    Attributes:
+        model: `keys.model_root` of the weights that would use them; empty if they are not known.
+        tokens: that may be loaded, from the prompt's beginning.
+        first: number of the first chunk that is not in the radix cache.
+        found: chunks from `first` on that the pool has and that pay.
+        held: these, as far as there is room.
+        looked: the look-up has ended.
+        settled: chunks from the prompt's beginning that all ranks hold, or have in their caches; None: it waits.
+        matched: tokens in the radix cache when SGLang looked last.
+    """
+
+    rid: str
+    model: bytes
+    facts: ModelFacts
+    tokens: "array[int]"
+    salt: str
+    first: int
+    began_s: float
+    moved_s: float
+    chunks: list[PromptChunk] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    held: list[HeldChunk] = field(default_factory=list)
+    looked: bool = False
+    over: bool = False
+    settled: int | None = None
+    matched: int = -1
+    seen: int = 0
+
+
+class PoolPrompts:
+    """Used by the scheduler's thread, except for `progressed`.
+
+    Args:
+        reads: whether chunks are used at all.
+        codecs: in which KV may have passed that is used here.
+        counts: whether this rank counts for its engine.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        chunks: Callable[[Callable[[], None]], HeldChunks],
+        trust: WriterTrust,
+        codecs: Collection[str],
+        telemetry: Telemetry,
+        *,
+        counts: bool,
+    ) -> None:
+        self._store = store
+        self._trust = trust
+        self._codecs = frozenset(codecs)
+        self._telemetry = telemetry
+        self._counts = counts
+        self._prompts: dict[str, PoolPrompt] = {}
+        self._thread = ThreadPoolExecutor(1, "pd-pool-look")
+        self._answers = Answers()
+        self._lock = threading.Lock()  # of what the look-up's thread changes
+        self.breakeven = LoadBreakeven()
+        self.progress = threading.Event()
+        self.held = chunks(self.progress.set)
+        self.audit: dict[bytes, PromptChunk] = {}
+        """Chunks of a writer that was not compared yet: to be compared once they are computed here."""
+        self._audit_until_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._prompts)
+
+    def get(self, rid: str) -> PoolPrompt | None:
+        return self._prompts.get(rid)
+
+    def begin(
+        self,
+        rid: str,
+        tokens: "array[int]",
+        salt: str,
+        computed: int,
+        model: bytes,
+        facts: ModelFacts,
+    ) -> None:
+        """A request has come: look its chunks up, and read them.
+
+        Args:
+            tokens: that may be loaded.
+            computed: of these, tokens in the radix cache.
+            model: empty: the weights are not known, so nothing is read. The other ranks may know them.
+        """
+        self.release(rid)
+        first = computed // CHUNK_TOKENS
+        if len(tokens) < (first + 1) * CHUNK_TOKENS:
+            return
+        now = time.monotonic()
+        prompt = PoolPrompt(rid, model, facts, tokens, salt, first, now, now)
+        self._prompts[rid] = prompt
+        with self._lock:
+            asks = bool(model) and self._answers.asks(now)
+        if asks:
+            self._thread.submit(self._look, prompt)
+        else:
+            prompt.looked = True
+
+    def _look(self, prompt: PoolPrompt) -> None:
+        """Look a prompt's chunks up, and begin to read them. The look-up's thread calls it."""
+        try:
+            began_s = time.monotonic()
+            chunks = chunks_of(prompt.model, prompt.tokens, prompt.salt)
+            there = self._store.find([chunk.key for chunk in chunks])
+            now = time.monotonic()
+            with self._lock:
+                self._answered(now - began_s, now)
+            found = self._usable(chunks, there)
+            with self._lock:
+                missing = [(each.tier, each.nbytes) for each in found[prompt.first :]]
+                pays = min(prompt.first, len(found)) + self.breakeven.chunks(missing, now)
+            if pays < len(found):
+                self._miss(len(found) - pays, Miss.NOT_WORTH)
+            prompt.chunks = chunks
+            for number in range(prompt.first, pays):
+                held = self.held.hold(chunks[number], found[number].nbytes, prompt.facts)
+                if held is None:
+                    self._miss(pays - number, Miss.LATE)
+                    break
+                with self._lock:
+                    prompt.found.append(found[number])
+                    prompt.held.append(held)
+                    over = prompt.over
+                if over:
+                    self._let_go(prompt)
+                    break
+        except Exception:
+            logger.exception("pool: a look-up failed; the prompt is computed")
+        prompt.moved_s = time.monotonic()
+        prompt.looked = True
+        self.progress.set()
+
+    def _answered(self, seconds: float, now: float) -> None:
+        if seconds < _SLOW_S:
+            self._answers.in_time()
+        else:
+            self._answers.late(now)
+
+    def _usable(self, chunks: Sequence[PromptChunk], there: Sequence[Found | None]) -> list[Found]:
+        """The first chunks that are there, up to the first that cannot be used."""
+        found: list[Found] = []
+        for chunk, each in zip(chunks, there, strict=True):
+            if each is None:
+                known = self._store.was_stored(chunk.key)
+                self._miss(len(chunks) - len(found), Miss.EVICTED if known else Miss.NEVER_STORED)
+                break
+            if not self._codecs.issuperset(map(part_codec, each.parts)):
+                self._miss(len(chunks) - len(found), Miss.CODEC)
+                break
+            found.append(each)
+        return found
+
+    def settle(
+        self,
+        rids: Sequence[str],
+        agree: Callable[[list[tuple[int, int]]], list[tuple[int, int]]],
+    ) -> set[str]:
+        """Let the ranks agree on prompts that wait. Returns the requests that wait on.
+
+        Args:
+            rids: requests that can be scheduled, the same on all ranks.
+            agree: the smallest numbers of all ranks, place by place.
+        """
+        waiting = [p for rid in rids if (p := self._prompts.get(rid)) and p.settled is None]
+        if not waiting:
+            return set()
+        now = time.monotonic()
+        own = [(int(self._ready(prompt, now)), self._usable_chunks(prompt)) for prompt in waiting]
+        for prompt, (ready, chunks) in zip(waiting, agree(own), strict=True):
+            if ready:
+                self._settle(prompt, chunks, now)
+        return {prompt.rid for prompt in waiting if prompt.settled is None}
+
+    def _ready(self, prompt: PoolPrompt, now: float) -> bool:
+        """Whether this rank expects no more chunks of a prompt."""
+        if not prompt.looked:
+            late = now >= prompt.began_s + LOOK_S or not self._answers.waited_for
+            if late:
+                with self._lock:
+                    self._answers.late(now)
+                self._miss(1, Miss.LATE)
+            return late
+        done = 0
+        for held in prompt.held:
+            if held.problem is not None:
+                return True
+            if not held.done:
+                break
+            done += 1
+        if done > prompt.seen:
+            prompt.seen, prompt.moved_s = done, now
+        if done == len(prompt.held):
+            return True
+        if now < prompt.moved_s + STALL_S:
+            return False
+        with self._lock:
+            self.breakeven.silent(prompt.found[done].tier, now)
+        self._miss(1, Cause.STALLED)
+        return True
+
+    def _usable_chunks(self, prompt: PoolPrompt) -> int:
+        """Chunks from a prompt's beginning that this rank holds, or has in its cache. Those of writers that must be compared
+        first do not count."""
+        number = prompt.first
+        for held in prompt.held:
+            if held.ready is None:
+                break
+            problems = (
+                self._trust.problem(part.engine_id, part.writer) for part in held.ready.read.parts
+            )
+            if next((problem for problem in problems if problem), None) is not None:
+                break
+            number += 1
+        return number
+
+    def _settle(self, prompt: PoolPrompt, chunks: int, now: float) -> None:
+        prompt.settled = chunks
+        self._explain(prompt, chunks, now)
+        used = prompt.held[: chunks - prompt.first]
+        with self._lock:
+            spare, prompt.held = prompt.held[len(used) :], used
+            tiers = {found.tier for found in prompt.found[: len(used)]}
+            nbytes = sum(found.nbytes for found in prompt.found[: len(used)])
+            if used and not spare and len(tiers) == 1:
+                self.breakeven.loaded(
+                    tiers.pop(), nbytes, max(1e-6, prompt.moved_s - prompt.began_s)
+                )
+        for held in spare:
+            self.held.release(held)
+
+    def _explain(self, prompt: PoolPrompt, chunks: int, now: float) -> None:
+        """Count why the first chunk that is not used is not, and have its writer compared if nobody has."""
+        place = chunks - prompt.first
+        if place >= len(prompt.held):
+            return
+        held = prompt.held[place]
+        if held.problem is not None:
+            self._miss(1, held.problem[0])
+            logger.warning(
+                "request %s: KV from the pool is used up to token %d, the rest of the prompt is computed: %s",
+                *(prompt.rid, chunks * CHUNK_TOKENS, held.problem[1]),
+            )
+            return
+        if held.ready is None:
+            return
+        for part in held.ready.read.parts:
+            if problem := self._trust.problem(part.engine_id, part.writer):
+                self._miss(1, problem[0])
+                if problem[0] is Cause.UNAUDITED and (not self.audit or now >= self._audit_until_s):
+                    self.audit = {each.chunk.key: each.chunk for each in prompt.held[place:]}
+                    self._audit_until_s = now + 60.0
+                return
+
+    def release(self, rid: str) -> None:
+        """A request needs its chunks no longer."""
+        prompt = self._prompts.pop(rid, None)
+        if prompt is not None:
+            self._let_go(prompt)
+
+    def keep_only(self, rids: Collection[str]) -> None:
+        """All other requests have ended, or are being computed."""
+        for rid in self._prompts.keys() - set(rids):
+            self.release(rid)
+
+    def forget(self) -> None:
+        """The weights have changed: nothing that is held can be used. The prompts stay, as on the other ranks, which may
+        learn of it later."""
+        self.audit = {}
+        for prompt in self._prompts.values():
+            prompt.model = b""
+            self._let_go(prompt)
+
+    def clear(self) -> None:
+        """The engine has emptied its cache."""
+        self.keep_only(())
+
+    def close(self) -> None:
+        self.clear()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.held.close()
+
+    def _let_go(self, prompt: PoolPrompt) -> None:
+        with self._lock:
+            prompt.over = True
+            held, prompt.held = prompt.held, []
+        for each in held:
+            self.held.release(each)
+
+    def _miss(self, number: int, cause: str) -> None:
+        if self._counts:
+            self._telemetry.count("pool_misses", number, cause=cause)

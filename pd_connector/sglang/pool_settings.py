@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When an SGLang engine uses the KV pool, and what it must not be combined with. The engine's start refuses it by name."""
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+from pd_connector.config import CONFIG_VARIABLE, Config
+from pd_connector.errors import ConfigError
+from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.sglang.settings import load_config
+
+LINKER = {"linker": "PoolLinker", "linker_module_path": "pd_connector.sglang.pool"}
+"""SGLang's `--unified-cache-external-linker-config` of an engine with a pool."""
+OPTIONS: dict[str, Any] = {
+    "enable_unified_cache_external_linker": True,
+    "unified_cache_external_linker_backend": "dynamic",
+    "unified_cache_external_linker_config": LINKER,
+}
+"""SGLang's arguments of an engine with a pool. The config key `pool` sets them."""
+
+
+def pool_config() -> Config:
+    """The config of this engine.
+
+    Raises:
+        ConfigError: it is wrong, or has no `pool`.
+    """
+    config = load_config(os.environ.get(CONFIG_VARIABLE, ""))
+    if not config.pool:
+        raise ConfigError(
+            f"--unified-cache-external-linker-config names PDConnector's pool, and {CONFIG_VARIABLE} has no `pool`: set it "
+            'to a JSON object such as {"pool": true}; the three arguments of the linker can be left out then'
+        )
+    return config
+
+
+def uses_pool() -> bool:
+    """Whether the config of this engine has a pool."""
+    text = os.environ.get(CONFIG_VARIABLE, "")
+    return bool(text.strip()) and bool(load_config(text).pool)
+
+
+_WANTED: dict[str, tuple[Any, ...]] = {
+    "disaggregation_mode": ("null",),
+    "enable_hierarchical_cache": (False,),
+    "enable_lmcache": (False,),
+    "enable_flexkv": (False,),
+    "disable_radix_cache": (False,),
+    "radix_cache_backend": (None,),
+    "enable_unified_memory": (False,),
+    "enable_kv_cache_sharding": (False,),
+    "enable_memory_saver": (False,),
+    "enable_lora": (False, None),
+    "speculative_algorithm": (None,),
+    "dllm_algorithm": (None,),
+    "enable_dp_attention": (False,),
+    "enable_hisparse": (False,),
+    "enable_pdmux": (False,),
+    "enable_eplb": (False,),
+    "enable_session_radix_cache": (False,),
+    "enable_streaming_session": (False,),
+    "tokenizer_worker_num": (1,),
+    "pp_size": (1,),
+    "dcp_size": (1,),
+    "attn_cp_size": (1,),
+    "prefill_cp_size": (1,),
+}
+"""SGLang's arguments, each with the values that are known to work beside a pool."""
+
+
+def check_arguments(server_args: Any) -> None:
+    """Raises ConfigError if an argument cannot be combined with a pool, and names it. SGLang would say some of it later, of
+    arguments that nobody has typed."""
+    for name, supported in _WANTED.items():
+        value = getattr(server_args, name, supported[0])
+        if value not in supported:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: not supported beside the KV pool of PDConnector in this version; "
+                f"leave it {supported[0]}, or leave out the config key `pool` in {CONFIG_VARIABLE}"
+            )
+    given = getattr(server_args, "unified_cache_external_linker_config", None)
+    if given is not None and given != LINKER:
+        raise ConfigError(
+            f"--unified-cache-external-linker-config {given}: the config key `pool` in {CONFIG_VARIABLE} sets it; leave one "
+            "of the two out"
+        )
+
+
+def check_linker(server_args: Any, params: Any, components: Collection[Any]) -> None:
+    """Raises ConfigError if the cache of an engine cannot be kept."""
+    check_arguments(server_args)
+    names = sorted(component.name for component in components)
+    if names != ["FULL"]:
+        raise ConfigError(
+            f"cache of {', '.join(names)}: the KV pool of PDConnector keeps full attention of SGLang in this version; serve "
+            f"this model without the config key `pool` in {CONFIG_VARIABLE}"
+        )
+    if CHUNK_TOKENS % params.page_size:
+        raise ConfigError(
+            f"--page-size {params.page_size}: the pool's chunks have {CHUNK_TOKENS} tokens, and SGLang loads whole pages; "
+            f"set it to a divisor of {CHUNK_TOKENS}, such as 64"
+        )
+
+
+def check_model(scheduler: Any, parallel: Any) -> None:
+    """Raises ConfigError if KV of this model does not follow from tokens."""
+    model = scheduler.model_config
+    if getattr(model, "is_multimodal", False):
+        raise ConfigError(
+            "this model takes images or other inputs: SGLang's engines keep KV of text models in the pool in this version; "
+            "leave out the config key `pool`"
+        )
+    if not getattr(model, "is_generation", True):
+        raise ConfigError(
+            "this model generates nothing: its pooling needs every token; leave out the config key `pool`"
+        )
+    if parallel.attn_dp_size > 1:
+        raise ConfigError("--enable-dp-attention: not supported beside the KV pool of PDConnector")

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent states in SGLang's `MambaPool`: the sections of each kind of layer, and views of them.
+
+A slot of the pool holds the state of one request in all layers: a convolution, `[channel][row]` (of KDA
+`[row][channel]`), and a matrix of each head. SGLang's decode engine goes on from the token that the prefill engine has
+chosen, so a state passes as it stands after the whole prompt. A further kind of state is one more row of `_KINDS`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from pd_connector.codec import DTYPES
+from pd_connector.errors import UnsupportedGeometryError
+from pd_connector.kv.geometry import Group, Section, Shard, state_group
+from pd_connector.pages.layer import StatePages
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Part(NamedTuple):
+    """A run of a convolution's channels that ranks share by itself.
+
+    Attributes:
+        name: of the section.
+        units: that this rank holds.
+        dim: channels of a unit.
+        total: units of the whole model, if they are not `units` times the number of ranks.
+    """
+
+    name: str
+    units: int
+    dim: int
+    total: int = 0
+
+
+Parts = tuple[Part, ...]
+
+
+def state_parts(model: torch.nn.Module) -> Parts:
+    """What a convolution of this model consists of, in the order of its channels, as the model's layers say it. Empty if
+    it has no layers of a kind that is known.
+
+    Raises:
+        UnsupportedGeometryError: its recurrent layers are not alike.
+    """
+    found = {
+        cut(module)
+        for module in model.modules()
+        if (cut := _KINDS.get(type(module).__name__)) is not None
+    }
+    if len(found) > 1:
+        raise UnsupportedGeometryError(
+            f"recurrent layers whose convolutions are {' and '.join(map(str, found))}: PDConnector moves states that are "
+            "alike in all layers; serve this model without disaggregation"
+        )
+    return next(iter(found), ())
+
+
+def describe_states(
+    pool: Any, parts: Parts, shard: Shard, table: int, attends: frozenset[int] = frozenset()
+) -> tuple[dict[int, StatePages], Group]:
+    """The states of a rank: views by the layer's number in the model, and their group.
+
+    Args:
+        pool: SGLang's `MambaPool`.
+        parts: of its convolutions (`state_parts`).
+        table: the page table that lists a request's slot.
+        attends: layers that have KV.
+
+    Raises:
+        UnsupportedGeometryError: a kind of state that cannot be moved.
+    """
+    kind = type(pool).__name__
+    if kind != "MambaPool" or not parts or len(pool.mamba_cache.conv) != 1:
+        raise UnsupportedGeometryError(
+            f"{kind} with {len(pool.mamba_cache.conv)} convolutions: PDConnector moves states of {', '.join(_KINDS)}; "
+            "serve this model without disaggregation"
+        )
+    if pool._slot_siblings:
+        names = ", ".join(type(sibling).__name__ for sibling in pool._slot_siblings)
+        raise UnsupportedGeometryError(
+            f"{names} beside a MambaPool: PDConnector moves convolutions and matrices; serve this model without "
+            "disaggregation"
+        )
+    if both := sorted(attends.intersection(pool.mamba_layer_ids)):
+        raise UnsupportedGeometryError(
+            f"layer {both[0]} has attention and a state: PDConnector moves one or the other of a layer; use vLLM, or serve "
+            "this model without disaggregation"
+        )
+    convolution = pool.mamba_cache.conv[0]
+    if pool.conv_slice_axis == 1:  # KDA keeps rows first
+        convolution = convolution.transpose(2, 3)
+    sizes = [part.units * part.dim for part in parts]
+    if sum(sizes) != convolution.shape[2]:
+        raise UnsupportedGeometryError(
+            f"a convolution of {convolution.shape[2]} channels: wanted {' + '.join(map(str, sizes))} "
+            f"({', '.join(part.name for part in parts)})"
+        )
+    tensors = [
+        (part.name, part.total or part.units * shard.tp_size, _units(run, part))
+        for part, run in zip(parts, convolution.split(sizes, 2), strict=True)
+    ]
+    matrices = pool.mamba_cache.temporal
+    if matrices.numel():  # a short convolution has none
+        tensors.append(("ssm", matrices.shape[2] * shard.tp_size, matrices))
+    sections = tuple(
+        Section(name, units, tensor.shape[3], tensor.shape[4], _dtype(name, tensor))
+        for name, units, tensor in tensors
+    )
+    views = {
+        number: StatePages(tuple(tensor[place] for _, _, tensor in tensors))
+        for place, number in enumerate(pool.mamba_layer_ids)
+    }
+    return views, state_group(tuple(views), sections, table)
+
+
+def _units(run: torch.Tensor, part: Part) -> torch.Tensor:
+    """Channels of a convolution, `[layer, slot, channel, row]`, as `[layer, slot, unit, row, dim]`."""
+    return run.unflatten(2, (part.units, part.dim)).transpose(3, 4)
+
+
+def _dtype(name: str, tensor: torch.Tensor) -> str:
+    dtype = _DTYPE_NAMES.get(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedGeometryError(
+            f"{name} of a state has elements of {tensor.dtype}: PDConnector moves {', '.join(DTYPES)} "
+            "(SGLANG_MAMBA_CONV_DTYPE, SGLANG_MAMBA_SSM_DTYPE)"
+        )
+    return dtype
+
+
+def _delta_net(module: Any) -> Parts:
+    """Gated delta nets (Qwen3-Next, Qwen3.5) and KDA (Kimi Linear): Q, K and V."""
+    return (
+        Part("conv.q", module.num_q_heads, module.head_q_dim),
+        Part("conv.k", module.num_k_heads, module.head_k_dim),
+        Part("conv.v", module.num_v_heads, module.head_v_dim),
+    )
+
+
+def _mamba2(module: Any) -> Parts:
+    """Mamba2 (Nemotron-H, Granite 4, Falcon-H1): x by head, then B and C by group. Where there is one group, every rank
+    holds a copy."""
+    ranks = module.tp_size
+    groups, total = module.n_groups // ranks, int(module.norm.n_groups)
+    return (
+        Part("conv.x", module.num_heads // ranks, module.head_dim),
+        Part("conv.b", groups, module.ssm_state_size, total),
+        Part("conv.c", groups, module.ssm_state_size, total),
+    )
+
+
+def _short_convolution(module: Any) -> Parts:
+    """Short convolutions (LFM2)."""
+    return (Part("conv.x", int(module.hidden_size_per_partition), 1),)
+
+
+_KINDS: Mapping[str, Callable[[Any], Parts]] = {
+    "RadixLinearAttention": _delta_net,
+    "MambaMixer2": _mamba2,
+    "Lfm2ShortConv": _short_convolution,
+    "Lfm2MoeShortConv": _short_convolution,
+}
+"""By the name of SGLang's class."""

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector pool carry`: the carrier of a host, until it is told to end."""
+
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from pd_connector.errors import ConfigError
+from pd_connector.pool.carrier.carrier import Carrier
+from pd_connector.pool.carrier.server import CarrierServer
+from pd_connector.pool.far.registry import far_address, without_secret
+from pd_connector.pool.far.seal import Seal, read_keys
+from pd_connector.pool.settings import load, make_above
+from pd_connector.pool.store.base import DISK
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
+from pd_connector.tools.cli.app import fail
+
+
+def run(far: str, key_file: Path | None, answers_within_s: float, folder: Path | None) -> None:
+    """Serve until SIGTERM or SIGINT. Ends the command if something cannot be used."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    ends = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ends.set())
+    try:
+        seal = Seal(read_keys(key_file) if key_file else ())
+        kind, _ = far_address(far, sealed=seal.is_on)
+        with contextlib.ExitStack() as opened:
+            store, memory = _host_store(folder)
+            opened.callback(store.close)
+            carrier = Carrier(store, seal, far, kind.most_bytes, answers_within_s)
+            opened.callback(carrier.close)
+            server = CarrierServer(carrier, memory)
+            opened.callback(server.close)
+            sealed = "sealed" if seal.is_on else "not sealed"
+            print(f"carrier ready: {memory} and {without_secret(far)}, {sealed}", flush=True)
+            ends.wait()
+    except (ConfigError, OSError) as error:
+        fail(str(error))
+
+
+def _host_store(folder: Path | None) -> tuple[LocalStore, Path]:
+    """The pool of this host, with the budgets that engines have set, and the disk folder that they use."""
+    settings = load(True)
+    assert settings is not None
+    memory = settings.memory._replace(chosen=False)
+    make_above(memory.path)
+    store = LocalStore(memory)
+    disk = next((tier for tier in store.status().tiers if tier.name == DISK), None)
+    if folder is None and disk is None:
+        return store, memory.path
+    store.close()
+    path = folder or Path(disk.path if disk else "")
+    return LocalStore(memory, Space(path, disk.budget if disk else 0, chosen=False)), memory.path

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts that reach a Redis server."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from support.far_hosts import KEY, Host, NewHost
+from support.redis_servers import RedisServer, redis_server
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def new_host(redis: RedisServer) -> Iterator[NewHost]:
+    """Starts a host that reaches the Redis server of the test."""
+    folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
+    with ExitStack() as opened:
+
+        def starts(
+            name: str,
+            keys: tuple[bytes, ...] = (KEY,),
+            memory: int = 64 << 20,
+            deadline_s: float = 5.0,
+        ) -> Host:
+            host = Host(folder / name, redis.address, keys, memory, deadline_s)
+            opened.callback(host.close)
+            return host.ready()
+
+        yield starts
+    shutil.rmtree(folder)
