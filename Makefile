@@ -15,7 +15,7 @@ QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
 
 # Parts run one after the other also with -j: each uses all processors.
 .NOTPARALLEL:
-.PHONY: setup setup-tests demo doctor lint docs dist fast beside computing waiting quiet sglang-door newest-vllm engine ray test clean
+.PHONY: setup setup-tests demo doctor lint docs dist fast beside computing waiting quiet sglang-door newest-vllm engine states ray test clean
 
 # What takes minutes ends with make, also where make is killed: no process stays.
 ENDS_WITH_MAKE := $(if $(shell command -v setpriv),setpriv --pdeathsig TERM)
@@ -70,6 +70,11 @@ sglang-door: setup-tests
 engine: setup-tests newest-vllm
 	$(PYTEST) --timeout=900 -n 2 --dist loadfile --no-loadscope-reorder tests/engines
 	$(PYTEST) --timeout=900 tests/sglang_engines
+
+# Models with recurrent states between unlike engines, and controls that must be seen (docs/models.md): half an hour.
+STATES := all
+states: setup-tests
+	PD_STATES="$(STATES)" $(PYTEST) --timeout=900 tests/engines/test_states.py tests/engines/test_states_matrix.py
 
 # `waiting` tests the doors to vLLM with the version in .venv, this with the newest.
 NEWEST := .venv/vllm-0.33

@@ -17,7 +17,7 @@ from chaos.blind import blind
 from chaos.connections import reset_connections, silence_connections
 from chaos.engine import Engine
 from chaos.faults import Fault
-from chaos.known import LAYERS, KnownPages
+from chaos.known import LAYERS, STATE_LAYERS, KnownPages
 from chaos.liar import Liar
 from chaos.seam import TamperingTransport
 from chaos.tampering import Tampering
@@ -44,6 +44,7 @@ class ChaosAgent:
         seed: seed of its random choices.
         wired: whether a faulty network lies between it and its producers.
         blind_to: the guard that is taken off (`blind`). The bench must notice that.
+        states: whether its model has layers of states as well.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class ChaosAgent:
         seed: int,
         wired: bool = False,
         blind_to: str = "",
+        states: bool = False,
     ) -> None:
         torch.set_num_threads(1)
         blind(blind_to)
-        shard = Shard(0, LAYERS, tp_rank, tp_size)
-        pages = KnownPages(shard, filled=produces)
+        self._layers = STATE_LAYERS.stop if states else LAYERS
+        shard = Shard(0, self._layers, tp_rank, tp_size)
+        pages = KnownPages(shard, filled=produces, states=states)
         self._geometry = pages.geometry
         self._wired = wired
         self._key = config.get("key", "")
@@ -74,7 +77,7 @@ class ChaosAgent:
             pages.cache,
             produces=produces,
             consumes=not produces,
-            shards=tuple(Shard(0, LAYERS, rank, tp_size) for rank in range(tp_size)),
+            shards=tuple(Shard(0, self._layers, rank, tp_size) for rank in range(tp_size)),
             wrap=self._wrap,
         )
         self._engine = Engine(self._agent, pages, self._tampering)
@@ -106,7 +109,7 @@ class ChaosAgent:
             wait: whether the prefill may still have to begin.
         """
         peers = tuple(
-            Peer(Source(host, port, ENGINE), Shard(0, LAYERS, rank, len(ports)))
+            Peer(Source(host, port, ENGINE), Shard(0, self._layers, rank, len(ports)))
             for rank, port in enumerate(ports)
         )
         for name, theirs, ours in transfers:

@@ -60,8 +60,15 @@ class Engine:
         self._offered[name] = offered
         prompt = len(offered.pages) * PAGE_SIZE
         tokens = prompt if offered.final else len(offered.pages) // 2 * PAGE_SIZE
-        pages = (offered.pages,)
-        self._agent.submit(Offer(name, name, pages, name.encode(), prompt, tokens, offered.final))
+        pages = self._tables(offered.pages, states=offered.final)
+        offer = Offer(name, name, pages, name.encode(), prompt, tokens, offered.final)
+        self._agent.submit(offer._replace(state_token=prompt if self._pages.states else 0))
+
+    def _tables(self, pages: list[int], *, states: bool = True) -> tuple[list[int], ...]:
+        """The page tables of a request: pages of KV, and that of its states."""
+        if not self._pages.states:
+            return (pages,)
+        return pages, pages[:1] if states else []
 
     def load(
         self, name: str, peers: tuple[Peer, ...], theirs: list[int], ours: list[int], *, wait: bool
@@ -70,7 +77,9 @@ class Engine:
             self._pages.wipe(ours)
             self._loading[name] = _Loading(theirs, ours)
             stop = len(ours) * PAGE_SIZE
-            self._agent.submit(Load(name, name, peers, name.encode(), 0, stop, (ours,), wait))
+            tables = self._tables(ours)
+            load = Load(name, name, peers, name.encode(), 0, stop, tables, wait)
+            self._agent.submit(load._replace(state_token=stop if self._pages.states else 0))
 
     def outcomes(self) -> list[tuple[str, str, bool]]:
         """Ends since the last call: name, cause, and whether all pages are right."""
@@ -85,6 +94,8 @@ class Engine:
                 if name in self._dropped:
                     self._dropped.discard(name)
                     return name, _DROPPED, True
+                if outcome.cause and not self._pages.states_untouched(ours):
+                    return name, "", self._pages.states_are(theirs, ours)
                 return name, outcome.cause or "", self._pages.right(theirs, ours)
             case Free(request=name):
                 self._offered.pop(name, None)

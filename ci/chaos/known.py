@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from chaos.faults import PAGES
-from pd_connector.kv.geometry import Geometry, Group, Shard
-from pd_connector.pages.layer import LayerPages
+from pd_connector.kv.geometry import Geometry, Group, Section, Shard, state_group
+from pd_connector.pages.layer import LayerPages, StatePages
 from pd_connector.pages.paged_cache import PagedCache
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 4, 4, 32, 32
@@ -18,6 +18,15 @@ _SPARE = 64
 _ANOTHERS = 7.0
 """The value that another request writes into pages that were taken back."""
 _STEP = 2.0**-5
+STATE_LAYERS = range(LAYERS, LAYERS + 2)
+ROWS = 3
+SECTIONS = (
+    Section("conv.q", HEADS, ROWS, DIM, "float32"),
+    Section("conv.k", HEADS, ROWS, DIM, "float32"),
+    Section("conv.v", HEADS, ROWS, DIM, "float32"),
+    Section("ssm", HEADS, DIM, DIM, "float32"),
+)
+"""States as those of a gated delta net. Q, K and V of a convolution lie side by side in each of its rows."""
 
 
 class KnownPages:
@@ -26,9 +35,11 @@ class KnownPages:
     Args:
         shard: the heads that it holds.
         filled: whether the pages have their content from the start, like a producer's.
+        states: whether there are layers of states, too. Those of a request are in the page with the number of its first
+            page of KV, in a table of their own.
     """
 
-    def __init__(self, shard: Shard, *, filled: bool) -> None:
+    def __init__(self, shard: Shard, *, filled: bool, states: bool = False) -> None:
         group = Group(
             "attention",
             tuple(range(LAYERS)),
@@ -41,19 +52,31 @@ class KnownPages:
             "chaos",
             True,
         )
-        self.geometry = Geometry(shard, (group,))
+        groups = (group, state_group(tuple(STATE_LAYERS), SECTIONS, 1)) if states else (group,)
+        self.geometry = Geometry(shard, groups)
+        self.states = states
         heads = shard.heads(HEADS)
         self._wanted = [
             content(number)[:, heads.start : heads.stop].contiguous() for number in range(LAYERS)
         ]
+        if states:
+            self._wanted += [
+                part[..., heads.start : heads.stop, :].contiguous()
+                for layer in STATE_LAYERS
+                for part in state_content(layer)
+            ]
         spare = [torch.zeros_like(wanted[:_SPARE]) for wanted in self._wanted]
         if filled:
             self._layers = [torch.cat(pair) for pair in zip(self._wanted, spare, strict=True)]
         else:
             self._layers = [torch.zeros_like(wanted) for wanted in self._wanted]
-        self.cache = PagedCache(
-            {number: _view(layer) for number, layer in enumerate(self._layers)}, self.geometry
-        )
+        views: dict[int, LayerPages | StatePages] = {
+            number: _view(layer) for number, layer in enumerate(self._layers[:LAYERS])
+        }
+        for place, number in enumerate(STATE_LAYERS if states else ()):
+            first = LAYERS + 2 * place
+            views[number] = _state_view(*self._layers[first : first + 2])
+        self.cache = PagedCache(views, self.geometry)
         self._reused: list[list[int]] = []
         self._spare = list(range(PAGES, PAGES + _SPARE))
 
@@ -64,10 +87,21 @@ class KnownPages:
 
     def right(self, theirs: Sequence[int], ours: Sequence[int]) -> bool:
         """Whether our pages hold what the producer's pages hold."""
-        return all(
+        return self.states_are(theirs, ours) and all(
             torch.equal(layer[ours], wanted[theirs])
-            for layer, wanted in zip(self._layers, self._wanted, strict=True)
+            for layer, wanted in zip(self._layers[:LAYERS], self._wanted[:LAYERS], strict=True)
         )
+
+    def states_are(self, theirs: Sequence[int], ours: Sequence[int]) -> bool:
+        """Whether the states of a load are the producer's, and no other page of states was written."""
+        return all(
+            torch.equal(layer[ours[0]], wanted[theirs[0]]) and not layer[ours[1:]].any()
+            for layer, wanted in zip(self._layers[LAYERS:], self._wanted[LAYERS:], strict=True)
+        )
+
+    def states_untouched(self, ours: Sequence[int]) -> bool:
+        """Whether nothing was written into the states of a load since `wipe`."""
+        return not any(bool(layer[ours].any()) for layer in self._layers[LAYERS:])
 
     def reuse(self, pages: Sequence[int]) -> None:
         """Another request writes into them."""
@@ -119,6 +153,22 @@ def content(layer: int) -> torch.Tensor:
     codes[:, :, 0, :DIM] = 127
     codes[:, :, :, DIM] = -127
     return codes * _STEP
+
+
+@functools.cache
+def state_content(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's convolutions, `[page, row, Q, K and V, unit, dim]`, and its matrices, `[page, row, unit, dim]`, the same in
+    every process."""
+    numbers = torch.Generator().manual_seed(layer)
+    return (
+        torch.randint(1, 99, (PAGES, ROWS, 3, HEADS, DIM), generator=numbers).float(),
+        torch.randint(1, 99, (PAGES, DIM, HEADS, DIM), generator=numbers).float(),
+    )
+
+
+def _state_view(convolution: torch.Tensor, matrix: torch.Tensor) -> StatePages:
+    parts = [convolution[:, :, part].transpose(1, 2) for part in range(3)]
+    return StatePages((*parts, matrix.transpose(1, 2)))
 
 
 def _view(layer: torch.Tensor) -> LayerPages:

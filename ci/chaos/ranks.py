@@ -23,6 +23,7 @@ class Setup(NamedTuple):
         tp: ranks of the producer.
         consumers: ranks of the consumer; 0: the same number.
         keyed: whether they share a key.
+        states: whether the model has layers of states as well.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Setup(NamedTuple):
     consumers: int = 0
     keyed: bool = False
     settings: Mapping[str, Any] = SETTINGS
+    states: bool = False
 
     @property
     def has_records(self) -> bool:
@@ -61,6 +63,9 @@ SETUPS = {
         Setup("ucx", {"transports": ["ucx"]}),
         Setup("shm TP 2", {"transports": ["shm"]}, tp=2),
         Setup("shm slots TP 2", {"transports": ["shm"], "direction": "read"}, tp=2),
+        Setup("shm states", {"transports": ["shm"]}, states=True),
+        Setup("tcp states", _TCP, states=True),
+        Setup("tcp states TP 2 to 1 key", _TCP, tp=2, consumers=1, keyed=True, states=True),
     )
 }
 
@@ -156,6 +161,7 @@ class Ranks:
             "seed": self._seed + self._started,
             "wired": self._wired and not produces,
             "blind_to": self._blind_to,
+            "states": self.setup.states,
         }
         return self._nursery.start(self._context, settings, namespace)
 

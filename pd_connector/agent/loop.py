@@ -31,7 +31,7 @@ from pd_connector.agent.handshake import RankIdentity
 from pd_connector.agent.integrity import HasIntegrity, checks_wanted
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.pending_outcomes import Outcome
-from pd_connector.agent.pool_side import PoolSide
+from pd_connector.agent.pool_side import PoolSide, accelerator
 from pd_connector.agent.producing.producer_side import ProducerSide
 from pd_connector.agent.resources import RankResources
 from pd_connector.codec import COMPILER
@@ -272,7 +272,8 @@ class Loop:
             if consumes:
                 self.consumer_side = ConsumerSide(resources, shards, gate, report)
             if store and trust:
-                writer = Writer(engine, identity.engine_id, codecs.passed)
+                kind = f"{engine} on {accelerator(cache.device)}"
+                writer = Writer(kind, identity.engine_id, codecs.passed)
                 self.pool_side = PoolSide(
                     cache,
                     telemetry,

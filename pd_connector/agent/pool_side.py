@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from pd_connector.agent.page_gate import PageGate
 from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.pool_loads import ChunkLoads
@@ -24,6 +26,11 @@ from pd_connector.pool.saver import Saver
 from pd_connector.pool.store.base import Store
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.telemetry import Telemetry
+
+
+def accelerator(device: torch.device) -> str:
+    """What computes at an engine, in names of writers: kinds of it compute the same KV with other last bits."""
+    return str(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
 
 
 class PoolSide:

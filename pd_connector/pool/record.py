@@ -52,7 +52,7 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rank that wrote a part.
 
     Attributes:
-        engine: name and version of the engine, such as `vllm 0.32.0`.
+        engine: name and version of the engine, and its accelerator, such as `vllm 0.32.0 on cpu`: other hosts may have another.
         engine_id: of this connector.
         codec: the coarsest one in which the KV may have passed, at rest included; `raw` if it is what an engine computed.
     """

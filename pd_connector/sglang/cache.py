@@ -5,11 +5,11 @@ A layer's K is `[slot, head, dim]`, one slot per token; V lies elsewhere in the 
 neighbouring slots. Page 0 receives the writes of padding tokens, and never belongs to a request.
 
 Layers with a sliding window have a pool of their own. SGLang translates slots of the other pool into slots of this
-pool, so these layers are a second page table. So are recurrent layers: a request has one slot of their pool (`states.py`).
+pool, so these layers are a second page table. Recurrent layers are one more: a request has one slot of their pool (`states.py`).
 
 Sparse attention (DSA) keeps a latent and an index key of each token. Keys of a page lie together, and their scales
-behind them, so these pages pass whole, between pools with pages of the same size. So do latents in DSA's own FP8 form, which
-has scales in each latent.
+behind them, so these pages pass whole, between pools with pages of the same size. Latents in DSA's
+own FP8 form pass whole, too: they have scales in each latent.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -198,7 +198,9 @@ class Manager(BaseKVManager):
         self.weights = watch
         peers = ranks.gather(Peer(Source(self._config.host, self.agent.port, engine_id), shard))
         self.agent.introduce(peers)
-        self._address = sealed(ProducerAddress(engine_id, peers), self._config.key)
+        states = any(group.kind == "state" for group in cache.geometry.groups)
+        address = ProducerAddress(engine_id, peers, keeps_states=states)
+        self._address = sealed(address, self._config.key)
 
     def teardown(self) -> None:
         """SGLang changes the engine's side, and makes another manager. The scheduler is idle.
@@ -241,8 +243,6 @@ class Manager(BaseKVManager):
         engine is. A router needs the address to name it to a decode engine of another kind."""
         side = "prefill" if self._produces else "decode"
         address = self._address.fields() if self._produces else {}
-        if self._produces and self.rank.pages.slots:
-            address["keeps_states"] = True
         return {"side": side, **address, **about.written(self.weights.facts)}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:

@@ -137,9 +137,9 @@ class PoolLinker(UnifiedCacheLinker):
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-        found = self._cache.tree_core.match_prefix(MatchPrefixParams(key=key))
-        self._cache._apply_cache_actions(found.cache_actions)
-        return int(found.device_prefix_len)
+        match = self._cache.tree_core.match_prefix(MatchPrefixParams(key=key))
+        self._cache._apply_cache_actions(match.cache_actions)
+        return int(match.device_prefix_len)
 
     @contextmanager
     def scheduling(self, scheduler: Any) -> Iterator[None]:

@@ -95,7 +95,7 @@ class PoolPrompt:
     began_s: float
     moved_s: float
     chunks: list[PromptChunk] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
+    hits: list[Found] = field(default_factory=list)
     held: list[HeldChunk] = field(default_factory=list)
     looked: bool = False
     over: bool = False
@@ -184,20 +184,20 @@ class PoolPrompts:
             now = time.monotonic()
             with self._lock:
                 self._answered(now - began_s, now)
-            found = self._usable(chunks, there)
+            hits = self._usable(chunks, there)
             with self._lock:
-                missing = [(each.tier, each.nbytes) for each in found[prompt.first :]]
-                pays = min(prompt.first, len(found)) + self.breakeven.chunks(missing, now)
-            if pays < len(found):
-                self._miss(len(found) - pays, Miss.NOT_WORTH)
+                missing = [(each.tier, each.nbytes) for each in hits[prompt.first :]]
+                pays = min(prompt.first, len(hits)) + self.breakeven.chunks(missing, now)
+            if pays < len(hits):
+                self._miss(len(hits) - pays, Miss.NOT_WORTH)
             prompt.chunks = chunks
             for number in range(prompt.first, pays):
-                held = self.held.hold(chunks[number], found[number].nbytes, prompt.facts)
+                held = self.held.hold(chunks[number], hits[number].nbytes, prompt.facts)
                 if held is None:
                     self._miss(pays - number, Miss.LATE)
                     break
                 with self._lock:
-                    prompt.found.append(found[number])
+                    prompt.hits.append(hits[number])
                     prompt.held.append(held)
                     over = prompt.over
                 if over:
@@ -217,17 +217,19 @@ class PoolPrompts:
 
     def _usable(self, chunks: Sequence[PromptChunk], there: Sequence[Found | None]) -> list[Found]:
         """The first chunks that are there, up to the first that cannot be used."""
-        found: list[Found] = []
+        hits: list[Found] = []
         for chunk, each in zip(chunks, there, strict=True):
             if each is None:
-                known = self._store.was_stored(chunk.key)
-                self._miss(len(chunks) - len(found), Miss.EVICTED if known else Miss.NEVER_STORED)
+                was_stored = self._store.was_stored(chunk.key)
+                self._miss(
+                    len(chunks) - len(hits), Miss.EVICTED if was_stored else Miss.NEVER_STORED
+                )
                 break
             if not self._codecs.issuperset(map(part_codec, each.parts)):
-                self._miss(len(chunks) - len(found), Miss.CODEC)
+                self._miss(len(chunks) - len(hits), Miss.CODEC)
                 break
-            found.append(each)
-        return found
+            hits.append(each)
+        return hits
 
     def settle(
         self,
@@ -273,7 +275,7 @@ class PoolPrompts:
         if now < prompt.moved_s + STALL_S:
             return False
         with self._lock:
-            self.breakeven.silent(prompt.found[done].tier, now)
+            self.breakeven.silent(prompt.hits[done].tier, now)
         self._miss(1, Cause.STALLED)
         return True
 
@@ -298,8 +300,8 @@ class PoolPrompts:
         used = prompt.held[: chunks - prompt.first]
         with self._lock:
             spare, prompt.held = prompt.held[len(used) :], used
-            tiers = {found.tier for found in prompt.found[: len(used)]}
-            nbytes = sum(found.nbytes for found in prompt.found[: len(used)])
+            tiers = {hit.tier for hit in prompt.hits[: len(used)]}
+            nbytes = sum(hit.nbytes for hit in prompt.hits[: len(used)])
             if used and not spare and len(tiers) == 1:
                 self.breakeven.loaded(
                     tiers.pop(), nbytes, max(1e-6, prompt.moved_s - prompt.began_s)

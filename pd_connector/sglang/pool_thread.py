@@ -62,7 +62,7 @@ class PoolThread:
         self._gate = PageGate()
         self._report = report
         self._taken_back: set[str] = set()  # jobs that have yet to end
-        self._given: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._woken = threading.Event()
         self._stopping = False
         self._side = PoolSide(

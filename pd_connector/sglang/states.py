@@ -45,17 +45,17 @@ def state_parts(model: torch.nn.Module) -> Parts:
     Raises:
         UnsupportedGeometryError: its recurrent layers are not alike.
     """
-    found = {
+    kinds = {
         cut(module)
         for module in model.modules()
         if (cut := _KINDS.get(type(module).__name__)) is not None
     }
-    if len(found) > 1:
+    if len(kinds) > 1:
         raise UnsupportedGeometryError(
-            f"recurrent layers whose convolutions are {' and '.join(map(str, found))}: PDConnector moves states that are "
+            f"recurrent layers whose convolutions are {' and '.join(map(str, kinds))}: PDConnector moves states that are "
             "alike in all layers; serve this model without disaggregation"
         )
-    return next(iter(found), ())
+    return next(iter(kinds), ())
 
 
 def describe_states(

@@ -121,15 +121,15 @@ def _started(path: Path) -> list[Started]:
 def _unlike(planned: fleet.Fleet, started: dict[str, list[Started]]) -> Iterator[str]:
     """How the scripts differ from the fleet, of which they may start several copies."""
     alone = not planned.number(Role.PREFILL)
-    planned_kinds = Counter[tuple[str, int, int]]()
+    planned_engines = Counter[tuple[str, int, int]]()
     for part in planned.parts:
         role = "" if alone else str(part.role)
-        planned_kinds[role, part.profile.gpus, part.profile.costs.chunk_tokens] += part.number
+        planned_engines[role, part.profile.gpus, part.profile.costs.chunk_tokens] += part.number
     engines = [engine for node in started.values() for engine in node]
-    started_kinds = Counter((engine.role, engine.gpus, engine.chunk_tokens) for engine in engines)
-    copies = len(engines) / max(1, sum(planned_kinds.values()))
-    if started_kinds != Counter({kind: n * copies for kind, n in planned_kinds.items()}):
-        yield f"start {_text(started_kinds)}; {FLEET} has {_text(planned_kinds)}"
+    started_engines = Counter((engine.role, engine.gpus, engine.chunk_tokens) for engine in engines)
+    copies = len(engines) / max(1, sum(planned_engines.values()))
+    if started_engines != Counter({kind: n * copies for kind, n in planned_engines.items()}):
+        yield f"start {_text(started_engines)}; {FLEET} has {_text(planned_engines)}"
 
 
 def _text(kinds: Counter[tuple[str, int, int]]) -> str:
@@ -145,12 +145,12 @@ def _text(kinds: Counter[tuple[str, int, int]]) -> str:
 def _router(path: Path, started: dict[str, list[Started]]) -> Iterator[str]:
     router: RouterConfig = parse(path.read_bytes(), {}, path.name)
     for role, urls in (("prefill", router.prefill), ("decode", router.decode), ("", router.engine)):
-        router_ports = sorted(int(url.rpartition(":")[2]) for url in urls)
-        planned_ports = sorted(
+        listed = sorted(int(url.rpartition(":")[2]) for url in urls)
+        ports = sorted(
             engine.port for node in started.values() for engine in node if engine.role == role
         )
-        if router_ports != planned_ports:
-            yield f"ports of {role or 'other'} engines are {router_ports}; the scripts start {planned_ports}"
+        if listed != ports:
+            yield f"ports of {role or 'other'} engines are {listed}; the scripts start {ports}"
 
 
 def _values(path: Path, engines: Counter[str]) -> Iterator[str]:
@@ -169,8 +169,8 @@ def _compose(path: Path, engines: Counter[str]) -> Iterator[str]:
     services = file.get("services")
     names = services if isinstance(services, dict) else {}
     for role in ("prefill", "decode", ""):
-        services_n = sum(name.startswith(f"{role or 'engine'}-") for name in names)
-        if services_n != engines[role]:
-            yield f"services: {services_n} {role or 'whole'} engines; the scripts start {engines[role]}"
+        count = sum(name.startswith(f"{role or 'engine'}-") for name in names)
+        if count != engines[role]:
+            yield f"services: {count} {role or 'whole'} engines; the scripts start {engines[role]}"
     if "router" not in names:
         yield "services: has no router"

@@ -246,8 +246,13 @@ def simulate(
 
     Raises:
         ConfigError: no policy has that name.
+        ValueError: the role policy starts engines.
     """
     controller = RoleController(create_roles(roles)) if roles else None
+    if controller is not None and controller.policy.scales:
+        raise ValueError(
+            f"roles {roles!r}: it starts and stops engines, and the number of engines is fixed here; name another policy"
+        )
     belongs = controller.policy.route if controller is not None else ""
     name = shown = policy or belongs or DEFAULT
     if shown == CONDUCTOR_GLOBAL:

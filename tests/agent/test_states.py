@@ -139,7 +139,7 @@ def test_kv_and_states_arrive_exactly(ranks: Ranks, transport: str) -> None:
 
 @each_transport
 def test_what_a_load_leaves_out_of_its_last_page_is_zero(ranks: Ranks, transport: str) -> None:
-    """Attention reads the page whole. What an earlier request has left there, such as a state, can be no number."""
+    """Attention reads the page whole. What an earlier request has left there, such as a state, can be NaN."""
     settings = LONG | TRANSPORTS[transport]
     producer = ranks.add(HybridRank(settings, fills=True, consumes=False))
     # Pages of another layout do not pass whole.

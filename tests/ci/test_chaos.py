@@ -18,11 +18,13 @@ from chaos.blind import PATH
 from chaos.campaign import Campaign, Limits
 from chaos.connections import reset_connections, silence_connections
 from chaos.faults import CHUNK_FAULTS, RECORD_FAULTS, Fault
+from chaos.known import STATE_LAYERS, KnownPages
 from chaos.ledger import Ledger
 from chaos.nursery import Nursery
 from chaos.ranks import SETUPS, Ranks, Setup
 from pd_bench.netns import Bed, available
 from pd_bench.report import BenchError
+from pd_connector.kv.geometry import Shard
 
 QUICK = (*CHUNK_FAULTS, Fault.TAKE_BACK, Fault.LIE_MESSAGE, Fault.RESET, Fault.CLOCK)
 """Faults that cost a fraction of a second each."""
@@ -60,6 +62,30 @@ def test_no_promise_is_broken_between_four_ranks_over_tcp_that_hang_or_die(nurse
             if fault is Fault.CORRUPT:  # on the wire, below
                 continue
             found_with(ranks, fault, 3, faults=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("shm states", [Fault.DROP, Fault.TAKE_BACK]),
+        ("tcp states TP 2 to 1 key", [Fault.TAKE_BACK, Fault.KILL]),
+    ],
+)
+def test_states_arrive_whole_or_not_at_all(nursery, name, faults) -> None:
+    with Ranks(SETUPS[name], 5, nursery) as ranks:
+        for fault in faults:
+            found_with(ranks, fault, 5, faults=1)
+
+
+def test_states_of_another_page_or_of_half_a_page_are_seen() -> None:
+    """The control: what `Engine` compares."""
+    producer = KnownPages(Shard(0, STATE_LAYERS.stop, 0, 1), filled=True, states=True)
+    layer = producer.cache._layers.states[STATE_LAYERS.start]
+    assert producer.states_are([3], [3])
+    assert not producer.states_are([3], [4])
+    assert not producer.states_untouched([3])
+    layer.sections[1][3, 0].zero_()
+    assert not producer.states_are([3], [3])
 
 
 @pytest.mark.parametrize("name", ["tcp key", "tcp int8"])

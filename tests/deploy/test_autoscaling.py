@@ -10,6 +10,7 @@ from support.charts import FOLDER, rendered
 
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.settings.elastic import DEFAULT_GROUP
 
 ON = {"autoscaling": {"enabled": True}, "podMonitor": {"enabled": True}}
 
@@ -48,8 +49,8 @@ def test_the_metric_is_one_of_the_routers_with_these_labels() -> None:
     (rule,) = yaml.safe_load((FOLDER / "prometheus-adapter.yaml").read_text())["rules"]["external"]
     series = rule["seriesQuery"].partition("{")[0]
     metrics = Metrics()
-    for role in Role:
-        metrics.engine_in_flight.labels("http://a:1", role).set(1)
+    for role in (Role.PREFILL, Role.DECODE):
+        metrics.engines_wanted.labels(DEFAULT_GROUP, role).set(1)
     (family,) = [one for one in metrics.registry.collect() if one.name == series]
     roles = {sample.labels["role"] for sample in family.samples}
     documents = rendered(ON)
@@ -58,7 +59,30 @@ def test_the_metric_is_one_of_the_routers_with_these_labels() -> None:
         asked = metric["external"]["metric"]
         assert asked["name"] == rule["name"]["as"] == re.sub(r"[^a-z_]", "_", series)
         assert asked["selector"]["matchLabels"]["role"] in roles
+        assert asked["selector"]["matchLabels"]["group"] == DEFAULT_GROUP
+        assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
         assert side == f"pd-{asked['selector']['matchLabels']['role']}"
     (monitor,) = of_kind(documents, "PodMonitor").values()
     label = re.sub(r"[^a-z_]", "_", monitor["spec"]["podTargetLabels"][0])
     assert asked["selector"]["matchLabels"][label] == "pd"
+
+
+def test_a_step_of_one_pod_of_many_is_not_ignored() -> None:
+    """Kubernetes ignores changes below 10 % unless it is told otherwise: 11 pods would never become 12."""
+    for scaler in of_kind(rendered(ON), "HorizontalPodAutoscaler").values():
+        for way in ("scaleUp", "scaleDown"):
+            behavior = scaler["spec"]["behavior"][way]
+            assert float(behavior["tolerance"]) < 1 / 100
+            assert behavior["stabilizationWindowSeconds"] == 0, "the router has waited already"
+
+
+def test_the_router_decides_on_the_number_of_pods_within_the_autoscalers_bounds() -> None:
+    documents = rendered(ON | {"autoscaling": {"enabled": True, "decode": {"maxReplicas": 9}}})
+    (container,) = of_kind(documents, "Deployment")["pd-router"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert {"--roles=slo", "--max-prefill=4", "--max-decode=9", "--engine-start-s=120"} <= set(
+        container["args"]
+    )
+    off = of_kind(rendered({}), "Deployment")["pd-router"]["spec"]["template"]["spec"]["containers"]
+    assert not any("slo" in argument for argument in off[0]["args"])

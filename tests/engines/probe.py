@@ -74,6 +74,30 @@ class Probe:
             for state in module.kv_cache if hasattr(module, "mamba_type") else ():
                 state[slice(None) if page is None else page].zero_()
 
+    def harm_states(self, harm: str, page: int, other: int) -> None:
+        """Harm the states in a page.
+
+        Args:
+            harm: what is done.
+            other: a page with the states of another request, or at another position.
+        """
+        for module in self.vllm_config.compilation_config.static_forward_context.values():
+            if not hasattr(module, "mamba_type"):
+                continue
+            for state in module.kv_cache:
+                if harm == "zeroed":
+                    state[page].zero_()
+                elif harm == "a part missing":  # as if it had come from one of two ranks only
+                    state[page, ..., state.shape[-1] // 2 :].zero_()
+                elif harm != "B and C swapped":
+                    state[page].copy_(state[other])
+            if (
+                harm == "B and C swapped"
+            ):  # the last channels of a Mamba2's convolution `[row][channel]`
+                convolution, ssm = module.kv_cache
+                both = convolution[page][:, ssm.shape[1] * ssm.shape[2] :]
+                both.copy_(both.roll(both.shape[1] // 2, 1))
+
     def negate_kv(self, page: int) -> None:
         """Negate K and V of a page in every layer with attention."""
         for module in self.vllm_config.compilation_config.static_forward_context.values():

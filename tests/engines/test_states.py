@@ -109,9 +109,12 @@ def assert_same(pair: Pair, answer: Answer, wanted: Answer, *, rounded: bool = F
     assert_same_logprobs(*first, tolerance)
 
 
-def received(pair: Pair, engine: Any, ask: Callable[[], Answer]) -> Answer:
+def received(
+    pair: Pair, engine: Any, ask: Callable[[], Answer], ranks: int | None = None
+) -> Answer:
     """The answer to a request whose states and KV all ranks of this engine have received."""
-    ranks = 2 if engine is pair.p and TWO_RANKS[0] in pair.setup.prefill_args else 1
+    if ranks is None:
+        ranks = 2 if engine is pair.p and TWO_RANKS[0] in pair.setup.prefill_args else 1
     with delta(engine, "pd_connector:received_transfers_total") as transfers:
         answer = ask()
     assert transfers.amount == ranks

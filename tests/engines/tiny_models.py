@@ -179,6 +179,14 @@ def _delta_net() -> Any:
     )
 
 
+def _delta_net_of_experts() -> Any:
+    """The same with experts in all layers: SGLang knows no others."""
+    config = _delta_net()
+    config.mlp_only_layers = []
+    config.full_attention_interval = 2  # SGLang reads this, and no list of layers
+    return config
+
+
 def _mamba2() -> Any:
     """Mamba2 with two groups of B and C, full attention, and no prefix cache."""
     from transformers import NemotronHConfig
@@ -207,6 +215,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "images": _images,
     "short conv": _short_conv,
     "delta net": _delta_net,
+    "delta net of experts": _delta_net_of_experts,
     "mamba2": _mamba2,
 }
 

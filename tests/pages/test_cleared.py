@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages that a load fills in part. Layers of states and of attention share memory in vLLM, so what an earlier request left
-in a page can be no number."""
+in a page can be NaN."""
 
 import math
 from typing import Any

@@ -34,6 +34,7 @@ def groups(**fields: Any) -> Any:
     "fields",
     [
         {"writer": Writer("vllm 0.31.0", "e1")},
+        {"writer": Writer("vllm 0.32.0 on another accelerator", "e1")},
         {"writer": Writer("vllm 0.32.0", "e1", "int8")},
         {"geometry": msgspec.structs.replace(GEOMETRY, shard=Shard(0, 3, 0, 1))},
         {"geometry": groups(page_size=64)},
@@ -45,6 +46,7 @@ def groups(**fields: Any) -> Any:
     ],
     ids=[
         "engine's version",
+        "accelerator",
         "codec",
         "tensor parallelism",
         "page size",

@@ -35,10 +35,10 @@ def told(manager: Any) -> dict[str, Any]:
     return found
 
 
-def manager(*, produces: bool) -> Manager:
+def manager(*, produces: bool, keeps_states: bool = False) -> Manager:
     made = object.__new__(Manager)
     made._produces = produces
-    made._address = sealed(ProducerAddress("e", RANKS), KEY)
+    made._address = sealed(ProducerAddress("e", RANKS, keeps_states=keeps_states), KEY)
     made.weights = cast(Any, SimpleNamespace(facts=FACTS))
     return made
 
@@ -46,6 +46,13 @@ def manager(*, produces: bool) -> Manager:
 def test_a_prefill_engine_tells_all_ranks_and_its_seal() -> None:
     found = parse_address(told(manager(produces=True))[hooks.BACKEND])
     assert found == sealed(ProducerAddress("e", RANKS), KEY)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_prefill_engine_tells_whether_its_model_keeps_states(keeps: bool) -> None:
+    found = parse_address(told(manager(produces=True, keeps_states=keeps))[hooks.BACKEND])
+    assert found is not None
+    assert found.keeps_states is keeps
 
 
 def test_a_decode_engine_tells_no_address() -> None:

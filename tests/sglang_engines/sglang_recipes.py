@@ -29,16 +29,20 @@ class Recipe:
     args: tuple[str, ...] = ()
     config: str = "{}"  # JSON, so that a recipe can be a key
     env: tuple[tuple[str, str], ...] = ()
+    model: str = str(MODEL_DIR)
+    module: str = "llama"
+    """SGLang's module of the model."""
     forked: bool = True
     """Started within seconds (`support.engine_nursery`); False for as users start it."""
 
     def engine(self, name: str, log: Path, port: int | None = None) -> SglangEngine:
-        env = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()), **dict(self.env)}
+        others = ",".join(name for name in _models() if name != self.module)
+        env = {"SGLANG_DISABLED_MODEL_ARCHS": others, **dict(self.env)}
         if self.role == "decode":
             env["PYTHONPATH"] = sglang_plugin(log.parent / "faulty", "faulty", _FAULTY)
             env[FAULTS] = str(log.with_suffix(""))
         engine = SglangEngine(
-            MODEL_DIR,
+            self.model,
             self.role,  # type: ignore[arg-type]
             extra_config=json.loads(self.config),
             page_size=self.page_size,
@@ -72,13 +76,12 @@ LARGE_PAGES = Recipe(
 
 
 @cache
-def _other_models() -> tuple[str, ...]:
-    """The modules of all models but the demo's. Each process of an engine would import them, which takes
-    seconds."""
+def _models() -> tuple[str, ...]:
+    """The modules of all models. Each process of an engine would import them, which takes seconds."""
     asked = "import sysconfig; print(sysconfig.get_path('platlib'))"
     packages = subprocess.check_output([sglang_python(), "-c", asked], text=True).strip()
     modules = Path(packages, "sglang", "srt", "models").glob("*.py")
-    return tuple(sorted(module.stem for module in modules if module.stem != "llama"))
+    return tuple(sorted(module.stem for module in modules))
 
 
 def sglang_plugin(folder: Path, name: str, source: str) -> str:
@@ -94,11 +97,13 @@ def sglang_plugin(folder: Path, name: str, source: str) -> str:
 
 FAULTS = "PD_TEST_FAULTS"
 RANK_FAILS, PAGE_DAMAGED = ".rank-fails", ".page-damaged"
+STATE_ZEROED, STATE_OF_ANOTHER = ".state-zeroed", ".state-of-another"
 _FAULTY = f"""
 import os
 from pathlib import Path
 
 damaged = []
+states = []  # as requests have received them, in their order
 
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -116,13 +121,26 @@ def before_polls(pollers):
 def after_poll(state, receiver):
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    if state == int(KVPoll.Success) and receiver not in damaged and wanted({PAGE_DAMAGED!r}):
+    if state != int(KVPoll.Success) or receiver in damaged:
+        return
+    pool = receiver.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if hasattr(pool, "mamba_pool"):
+        damaged.append(receiver)
+        cache, slot = pool.mamba_pool.mamba_cache, receiver._tables[1][0]
+        held = [tensor[:, slot] for tensor in (*cache.conv, cache.temporal)]
+        states.append([tensor.clone() for tensor in held])
+        for tensor, another in zip(held, states[-2:][0]):
+            if wanted({STATE_ZEROED!r}):
+                tensor.zero_()
+            if wanted({STATE_OF_ANOTHER!r}):
+                tensor.copy_(another)
+        pool = pool.full_kv_pool
+    if wanted({PAGE_DAMAGED!r}):
         damaged.append(receiver)  # SGLang polls until all ranks have succeeded
-        pool = receiver.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
         first = receiver._tables[0][1] * pool.page_size
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer[first : first + pool.page_size].neg_()
 """
 """A plug-in of decode engines, with faults that can be switched on and off while they run: one poll in
 fifty says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
-is damaged once its KV has been verified."""
+is damaged once its KV has been verified, or its recurrent states are zeroed, or replaced by those of the request before."""

@@ -81,6 +81,7 @@ VARIABLES = {
                 "PYTHONPATH",
                 "SGLANG_CPU_OMP_THREADS_BIND",
                 "SGLANG_DISABLED_MODEL_ARCHS",
+                "SGLANG_MAMBA_CONV_DTYPE",
             }
         ),
     ),

@@ -25,7 +25,7 @@ class Host:
     def __init__(
         self, folder: Path, address: str, keys: tuple[bytes, ...], memory: int, deadline_s: float
     ) -> None:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder / "pool"
         self.address, self.keys, self.deadline_s = address, keys, deadline_s
         self.own = LocalStore(Space(self.folder, memory))

@@ -578,7 +578,7 @@ def test_chunks_that_are_not_there_are_counted_by_why(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(of.side.telemetry, "count", count)
     keys = stored(of, 2)
-    of.store.maintenance.stop()  # its thread may hold the books, for which a look-up does not wait
+    of.store.host.maintenance.stop()  # its thread may hold the books, for which a look-up does not wait
     of.store.remove(keys[1:])
     add(of, "a", 2 * CHUNK_TOKENS + 5, max_tokens=1)
     add(of, "b", 3 * CHUNK_TOKENS + 5, max_tokens=1, seed=3)

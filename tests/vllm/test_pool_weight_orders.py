@@ -84,8 +84,8 @@ class Watch:
         self.weights = weights
         self._engine.side.workers_called()
 
-    def step(self, *, asked: bool, idle: bool) -> None:
-        if self.told.withdrawn and (asked or not idle):
+    def step(self, *, suspected: bool, idle: bool) -> None:
+        if self.told.withdrawn and (suspected or not idle):
             assert self.told.tell_files([opened(self._folders[self.weights])])
 
     def close(self) -> None:

@@ -271,6 +271,23 @@ def test_a_prompt_shorter_than_a_page_has_no_state_to_compare() -> None:
     assert (load.compares, load.state_token) == (True, 0)
 
 
+def test_the_log_says_once_how_long_the_first_prompt_must_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = engine_of()
+    with caplog.at_level("INFO", "pd_connector.vllm"):
+        for number in range(2):
+            engine.fetch(f"a{number}", PAGE, 3, seed=number)
+            while engine.scheduler.requests:
+                engine.step()
+        (line,) = [line for line in caplog.messages if "are computed here until" in line]
+        assert "at least 33 tokens" in line
+        audited(engine, "bb", 33)
+        engine.fetch("c", PAGE, 3)
+        engine.step()
+    assert caplog.text.count("are computed here until") == 1, "not of one that has passed"
+
+
 NO_STATE = "states stand after 148 tokens, wanted after 144"
 
 

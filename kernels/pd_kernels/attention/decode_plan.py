@@ -163,9 +163,9 @@ def check_filled(plan: DecodePlan | None, lengths: torch.Tensor) -> None:
     unwritten, or write behind them."""
     if plan is None or torch.compiler.is_compiling() or plan.filled[0] == lengths.numel():
         return
-    found = f"was filled for {plan.filled[0]} sequences" if plan.filled[0] else "was never filled"
+    fact = f"was filled for {plan.filled[0]} sequences" if plan.filled[0] else "was never filled"
     raise ValueError(
-        f"the plan {found}, and the call has {lengths.numel()}: call plan.fill(lengths) once a step"
+        f"the plan {fact}, and the call has {lengths.numel()}: call plan.fill(lengths) once a step"
     )
 
 

@@ -114,15 +114,17 @@ def _check(function: Callable[..., Any]) -> None:
 
 def _constant(value: object) -> bool:
     """Whether a compiled function may name a value of its module."""
-    known = (types.ModuleType, tl.constexpr, triton.runtime.jit.KernelInterface)
-    return isinstance(value, known)
+    allowed = (types.ModuleType, tl.constexpr, triton.runtime.jit.KernelInterface)
+    return isinstance(value, allowed)
 
 
 def check_mods(score: "Mod | None", mask: "Mod | None") -> None:
     """Raise ValueError if a mask mod is passed as a score mod, or the other way round."""
-    for kind, mod, wanted in (("score_mod", score, SCORE), ("mask_mod", mask, MASK)):
-        if mod is not None and len(inspect.signature(mod.reference).parameters) != len(wanted):
-            raise ValueError(f"{kind}: its function must have the parameters ({', '.join(wanted)})")
+    for kind, mod, parameters in (("score_mod", score, SCORE), ("mask_mod", mask, MASK)):
+        if mod is not None and len(inspect.signature(mod.reference).parameters) != len(parameters):
+            raise ValueError(
+                f"{kind}: its function must have the parameters ({', '.join(parameters)})"
+            )
 
 
 @functools.cache

@@ -204,7 +204,7 @@ class PagedCall(DecodeCall):
 
 
 def check_factors(key_scale: object, value_scale: object) -> None:
-    """Raise ValueError if a cache's scale is no number: it would be applied along another axis."""
+    """Raise ValueError if a cache's scale is not a number: it would be applied along another axis."""
     for name, factor in (("k_scale", key_scale), ("v_scale", value_scale)):
         if isinstance(factor, torch.Tensor):
             raise ValueError(

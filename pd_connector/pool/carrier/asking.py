@@ -44,6 +44,10 @@ _LOOKS_AGAIN_S = 1.0
 _CAUSES = {str(cause): cause for cause in Miss}
 
 
+class AbsentError(OSError):
+    """No carrier serves this host."""
+
+
 class CarrierLink:
     """Any thread may use it. Connections are made when they are needed.
 
@@ -75,11 +79,15 @@ class CarrierLink:
     def bring(self, key: bytes) -> None:
         """Wait until a chunk is in the host's memory.
 
+        Without a carrier it is not brought.
+
         Raises:
             PoolError: why it is not there.
         """
         try:
             answer = self._request(Bring([key]), SILENT_S, BRING_S)
+        except AbsentError:
+            return
         except (OSError, msgspec.MsgspecError) as error:
             self._late()
             raise PoolError(
@@ -140,6 +148,8 @@ class CarrierLink:
     def _find(self, keys: Sequence[bytes]) -> list[int]:
         try:
             answer = self._request(Find(list(keys[:MOST_KEYS])), FIND_S, FIND_S)
+        except AbsentError:
+            return []
         except (OSError, msgspec.MsgspecError):
             self._late()
             return []
@@ -151,9 +161,8 @@ class CarrierLink:
         return answer.sizes
 
     def _late(self) -> None:
-        if self.is_there:
-            with self._lock:
-                self._answers.late(time.monotonic())
+        with self._lock:
+            self._answers.late(time.monotonic())
 
     def _request(self, message: Request, silent_s: float, most_s: float) -> Answer:
         """Raises OSError or MsgspecError. A connection on which something went wrong is closed."""
@@ -197,10 +206,10 @@ class CarrierLink:
             channel.connect(path)
             if not is_own_user(channel):
                 raise PermissionError("the carrier is of another user")
-        except OSError:
+        except OSError as error:
             channel.close()
             self._absent_until_s = time.monotonic() + _LOOKS_AGAIN_S
-            raise
+            raise AbsentError(*error.args) from None
         return channel
 
 

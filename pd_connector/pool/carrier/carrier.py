@@ -15,8 +15,9 @@ import logging
 import secrets
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
@@ -33,8 +34,8 @@ logger = logging.getLogger("pd_connector.pool.carrier")
 
 _FOLLOWS_S = 0.2
 """How often the journal is read, in seconds."""
-_BATCH_BYTES = 32 << 20
-"""Bytes in one call, unless a single object has more."""
+_PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
+"""Bytes in one call, unless a single object has more. Engines wait for the second."""
 _MOST_WAITING = 1 << 14
 """Chunks that wait to be put. If there are more, ends of chains are left out."""
 _MOST_KNOWN = 1 << 18
@@ -193,19 +194,23 @@ class Carrier:
                         self._waiting.popitem()
                         self._counts["left_out"] += 1
             while self._waiting and not self._ends.is_set() and self._puts.is_ready:
+                chunks = self._next()
                 try:
-                    self._put(self._next())
+                    self._put(chunks)
                 except SilentError:
                     break
                 except Exception:
-                    logger.exception("carrier: chunks were not put")
-                    break
+                    logger.exception("carrier: %d chunks were not put", len(chunks))
+                    with self._lock:
+                        self._counts["failed"] += len(chunks)
+                        for chunk in chunks:
+                            self._waiting.pop(chunk.key, None)
 
     def _next(self) -> list[Chunk]:
         """The chunks to be put next, each after its parent."""
         chunks: dict[bytes, Chunk] = {}
         nbytes = 0
-        while nbytes < _BATCH_BYTES and len(chunks) < MOST_NAMES // 2:
+        while nbytes < _PUT_BYTES and len(chunks) < MOST_NAMES // 2:
             with self._lock:
                 first = next((key for key in self._waiting if key not in chunks), None)
             if first is None:
@@ -218,7 +223,7 @@ class Carrier:
                 if chunk.key not in chunks:
                     chunks[chunk.key] = chunk
                     nbytes += chunk.nbytes
-                if nbytes >= _BATCH_BYTES:
+                if nbytes >= _PUT_BYTES:
                     break
         return list(chunks.values())
 
@@ -242,7 +247,7 @@ class Carrier:
             stop, nbytes = start, 0
             with contextlib.ExitStack() as opened:
                 batch: list[tuple[Chunk, Packed]] = []
-                while stop < len(chunks) and (nbytes < _BATCH_BYTES or not batch):
+                while stop < len(chunks) and (nbytes < _PUT_BYTES or not batch):
                     if there[stop] is None and (packed := self._packed(chunks[stop])):
                         opened.callback(packed.close)
                         batch.append((chunks[stop], packed))
@@ -275,7 +280,8 @@ class Carrier:
 
         def fill(place: int, room: memoryview) -> None:
             try:
-                self._seal.seal(names[place], memoryview(batch[place][1].contents()), room)
+                packed = batch[place][1]
+                self._seal.seal(names[place], packed.nbytes, packed.into, room)
             except PoolError:  # a part is damaged: what is put does not open anywhere
                 broken.add(place)
                 room[:] = bytes(len(room))
@@ -309,9 +315,9 @@ class Carrier:
             taken, nbytes = 0, 0
             for key in self._queued[: MOST_NAMES // 2]:
                 match = self._there.get(key)
-                nbytes += match.nbytes if match else _BATCH_BYTES // 8
+                nbytes += match.nbytes if match else _GET_BYTES // 8
                 taken += 1
-                if nbytes >= _BATCH_BYTES:
+                if nbytes >= _GET_BYTES:
                     break
             keys, self._queued = self._queued[:taken], self._queued[taken:]
         return keys
@@ -341,8 +347,8 @@ class Carrier:
         damaged: list[Stored] = []
         seen = set()
 
-        def take(place: int, data: memoryview) -> None:
-            key, each = hits[place]
+        def take(first: int, place: int, data: memoryview) -> None:
+            key, each = hits[first + place]
             seen.add(key)
             try:
                 opened = unpacked(key, self._seal.open(each.name, data))
@@ -359,9 +365,10 @@ class Carrier:
                 self._count("brought_bytes", len(data))
                 self._brought(key)
 
-        if hits:
-            names, sizes = [each.name for _, each in hits], [each.nbytes for _, each in hits]
-            self._gets.get(names, sizes, take)
+        for first, stop in _batches([each.nbytes for _, each in hits]):
+            names = [each.name for _, each in hits[first:stop]]
+            sizes = [each.nbytes for _, each in hits[first:stop]]
+            self._gets.get(names, sizes, partial(take, first))
         for key in keys:
             if key not in seen:
                 self._know(key, None)
@@ -394,3 +401,15 @@ class Carrier:
                 writing.write(0, data)
                 if not writing.publish():
                     raise PoolError(Miss.REFUSED, "this host's pool was not written")
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of objects that pass in one call each. A stranger can make objects large: memory must hold one of those at most."""
+    first, nbytes = 0, 0
+    for place, size in enumerate(sizes):
+        if place > first and nbytes + size > _GET_BYTES:
+            yield first, place
+            first, nbytes = place, 0
+        nbytes += size
+    if first < len(sizes):
+        yield first, len(sizes)

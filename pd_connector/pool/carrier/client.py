@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -23,7 +23,9 @@ START_S = 60.0
 """Longest start of a child, in seconds: it may import a large package, and connect."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 """How long a child that died, or was killed, is not started again."""
-_LEAST_BYTES_S = 50e6
+_KEPT_BYTES = 64 << 20
+"""Shared memory that stays between calls."""
+_LEAST_BYTES_S = 10e6
 """Bytes for which a call has one second more."""
 _answers = msgspec.msgpack.Decoder(Answer)
 
@@ -45,7 +47,6 @@ class FarClient:
         self._name, self._address, self._deadline_s = name, address, deadline_s
         self._lock = threading.Lock()
         self._shared = os.memfd_create(f"pd-far-{name}", os.MFD_CLOEXEC)
-        self._room = 0
         self._memory: mmap.mmap | None = None
         self._number = 0
         self._ends, self._broken = threading.Event(), threading.Event()
@@ -86,7 +87,7 @@ class FarClient:
         Raises:
             SilentError: the store does not answer.
         """
-        with self._lock, memoryview(self._memory_of(sum(sizes))) as memory:
+        with self._lock, self._memory_of(sum(sizes)) as memory:
             read, start = self._call("get", names, sizes), 0
             for place, (nbytes, size) in enumerate(zip(read, sizes, strict=True)):
                 if 0 < nbytes <= size:
@@ -108,7 +109,7 @@ class FarClient:
         Raises:
             SilentError: the store does not answer.
         """
-        with self._lock, memoryview(self._memory_of(sum(sizes))) as memory:
+        with self._lock, self._memory_of(sum(sizes)) as memory:
             start = 0
             for place, size in enumerate(sizes):
                 with memory[start : start + size] as room:
@@ -126,12 +127,18 @@ class FarClient:
                 self._memory.close()
             os.close(self._shared)
 
-    def _memory_of(self, nbytes: int) -> mmap.mmap:
-        if self._memory is None or nbytes > self._room:
-            self._room = max(nbytes, mmap.PAGESIZE)
-            os.ftruncate(self._shared, self._room)
-            self._memory = mmap.mmap(self._shared, self._room)
-        return self._memory
+    @contextlib.contextmanager
+    def _memory_of(self, nbytes: int) -> Iterator[memoryview]:
+        """The shared memory for a call. What a large one took is given back."""
+        if self._memory is None or nbytes > len(self._memory):
+            os.ftruncate(self._shared, max(nbytes, mmap.PAGESIZE))
+            self._memory = mmap.mmap(self._shared, max(nbytes, mmap.PAGESIZE))
+        with memoryview(self._memory) as memory:
+            yield memory
+        if len(self._memory) > _KEPT_BYTES:
+            self._memory.close()
+            self._memory = None
+            os.ftruncate(self._shared, 0)
 
     def _call(self, method: str, names: Sequence[str], sizes: Sequence[int] = ()) -> list[int]:
         ready = self._ready

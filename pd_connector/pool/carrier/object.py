@@ -2,7 +2,7 @@
 """The contents of one object of a far store: a chunk, all its parts with a table in front, so no chunk is torn between ranks."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -60,15 +60,24 @@ class Packed:
         self._head = _LENGTH.pack(len(table)) + table
         self.nbytes = len(self._head) + sum(nbytes for _, nbytes in named)
 
-    def contents(self) -> bytearray:
-        """All bytes. Raises PoolError: a part is damaged."""
-        contents = bytearray(self.nbytes)
-        room, at = memoryview(contents), len(self._head)
-        room[:at] = self._head
+    def into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes of the object from `offset` on. Raises PoolError: a part is damaged."""
+        place, start = 0, 0  # in the buffer, and where a piece begins in the object
+        for nbytes, read in self._pieces():
+            first = offset + place - start
+            if place < len(buffer) and first < nbytes:
+                piece = buffer[place : place + nbytes - first]
+                read(piece, first)
+                place += len(piece)
+            start += nbytes
+
+    def _pieces(self) -> Iterator[tuple[int, Callable[[memoryview, int], None]]]:
+        yield len(self._head), self._head_into
         for reading in self._readings:
-            reading.into(room[at : at + reading.nbytes], 0)
-            at += reading.nbytes
-        return contents
+            yield reading.nbytes, reading.into
+
+    def _head_into(self, buffer: memoryview, offset: int) -> None:
+        buffer[:] = self._head[offset : offset + len(buffer)]
 
     def close(self) -> None:
         """Close the parts."""

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -83,7 +84,8 @@ class CarrierServer:
         while not self._ended:
             try:
                 channel, _ = self._listener.accept()
-            except OSError:
+            except OSError:  # the end, or no descriptor is left
+                time.sleep(BEAT_S)
                 continue
             if len(self._connections) >= _MOST_CONNECTIONS or not is_own_user(channel):
                 channel.close()

@@ -7,13 +7,15 @@ import re
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from pd_connector.errors import ConfigError
-from pd_connector.extensions import load_entry_points, unknown_name
+from pd_connector.errors import ConfigError, did_you_mean
+from pd_connector.extensions import load_entry_points
 from pd_connector.pool.far.base import FAR_STORE_GROUP, FarStore
 
 _BUILT_IN = {
     "redis": "pd_connector.pool.far.redis:RedisStore",
     "rediss": "pd_connector.pool.far.redis:RedisStore",
+    "mooncake": "pd_connector.pool.far.mooncake:MooncakeStore",
+    "s3": "pd_connector.pool.far.s3:S3Store",
 }
 """Imported when an address names them: each imports a client of its own."""
 OPTION = "--far"
@@ -32,7 +34,12 @@ def far_class(scheme: str) -> type[FarStore]:
         return built_in
     added = load_entry_points(FAR_STORE_GROUP).get(scheme)
     if added is None:
-        raise unknown_name("far store", scheme, _BUILT_IN, FAR_STORE_GROUP, OPTION)
+        names = sorted({*_BUILT_IN, *load_entry_points(FAR_STORE_GROUP)})
+        near = did_you_mean(scheme, names)
+        raise ConfigError(
+            f"{OPTION}: far store {scheme!r} is not known: {near + ' There' if near else 'there'} are {', '.join(names)}; other "
+            f"packages add one by an entry point of group {FAR_STORE_GROUP}"
+        )
     store: Any = added.load()
     if isinstance(store, type) and issubclass(store, FarStore):
         return store

@@ -16,6 +16,7 @@ import re
 import secrets
 import stat
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,9 @@ HEADER = struct.Struct(f"<8sIIQ{KEY_ID_BYTES}s{SALT_BYTES}s")
 MOST_KEYS = 2
 _KEY = re.compile(r"[0-9a-f]{64}")
 _OTHERS = 0o077
+
+
+ReadInto = Callable[[memoryview, int], None]
 
 
 class ReadKey(NamedTuple):
@@ -81,35 +85,35 @@ class Seal:
         tags = _blocks(nbytes) * TAG_BYTES if self._keys else 0
         return HEADER.size + nbytes + tags
 
-    def seal(self, name: str, contents: memoryview, out: memoryview) -> int:
+    def seal(self, name: str, nbytes: int, read: ReadInto, out: memoryview) -> None:
         """Seal an object.
 
         Args:
             name: from `names(...)[0]`.
-            contents: its bytes.
-            out: takes `sealed_bytes(len(contents))` bytes.
-
-        Returns:
-            The bytes of `out` that are used.
+            nbytes: of its contents.
+            read: is called with a buffer and an offset, and fills the buffer with the contents from there on. A block is sealed
+                while a CPU's cache still has it.
+            out: `sealed_bytes(nbytes)` bytes.
         """
-        blocks, nbytes = _blocks(len(contents)), len(contents)
+        blocks = _blocks(nbytes)
         if not self._keys:
             head = HEADER.pack(
                 MAGIC_PLAIN, SCHEMA, blocks, nbytes, bytes(KEY_ID_BYTES), bytes(SALT_BYTES)
             )
             out[: len(head)] = head
-            out[len(head) : len(head) + nbytes] = contents
-            return len(head) + nbytes
+            read(out[len(head) :], 0)
+            return
         own, salt = self._keys[0], secrets.token_bytes(SALT_BYTES)
         head = HEADER.pack(MAGIC_SEALED, SCHEMA, blocks, nbytes, own.id, salt)
         out[: len(head)] = head
         aead, bound, at = AESGCM(_object_key(own.sealing, salt)), _bound(name, head), len(head)
+        room = memoryview(bytearray(min(nbytes, BLOCK_BYTES)))
         for place in range(blocks):
-            block = contents[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+            block = room[: nbytes - place * BLOCK_BYTES]
+            read(block, place * BLOCK_BYTES)
             stop = at + len(block) + TAG_BYTES
             aead.encrypt_into(_nonce(place), block, bound + _nonce(place), out[at:stop])
             at = stop
-        return at
 
     def open(self, name: str, sealed: memoryview) -> bytearray:
         """Open an object in memory of its own. Others may change `sealed` meanwhile: each byte of it is read once.

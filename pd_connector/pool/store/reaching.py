@@ -28,11 +28,11 @@ class ReachingStore(Store):
     """
 
     def __init__(self, host: Store, folder: Path) -> None:
-        self._host = host
+        self.host = host
         self.carrier = CarrierLink(folder)
 
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
-        hits = self._host.find(keys)
+        hits = self.host.find(keys)
         here = next((place for place, each in enumerate(hits) if each is None), len(keys))
         for place, nbytes in enumerate(self.carrier.find(keys[here:]), here):
             if place < len(hits):
@@ -40,23 +40,23 @@ class ReachingStore(Store):
         return hits
 
     def bring(self, key: bytes) -> Found | None:
-        (match,) = self._host.find([key])
+        (match,) = self.host.find([key])
         if match is None and self.carrier.is_there:
             self.carrier.bring(key)
-            (match,) = self._host.find([key])
+            (match,) = self.host.find([key])
         return match
 
     def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
-        here = self._host.pin(keys, for_s, holder, tenants)
+        here = self.host.pin(keys, for_s, holder, tenants)
         if not holder:
             self.carrier.prefetch(keys[here:])
         return here
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        self._host.unpin(keys)
+        self.host.unpin(keys)
 
     def was_stored(self, key: bytes) -> bool:
-        return self._host.was_stored(key)
+        return self.host.was_stored(key)
 
     def begin(
         self,
@@ -69,7 +69,7 @@ class ReachingStore(Store):
         tenant: str = "",
         writer: str = "",
     ) -> Writing | Refusal:
-        return self._host.begin(
+        return self.host.begin(
             key,
             parent=parent,
             part=part,
@@ -80,19 +80,19 @@ class ReachingStore(Store):
         )
 
     def read(self, key: bytes, part: str) -> Reading:
-        return self._host.read(key, part)
+        return self.host.read(key, part)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        return self._host.remove(keys)
+        return self.host.remove(keys)
 
     def journal(self, after: int) -> Journal:
-        return self._host.journal(after)
+        return self.host.journal(after)
 
     def keys(self) -> list[bytes]:
-        return self._host.keys()
+        return self.host.keys()
 
     def chunks(self, keys: Iterable[bytes] | None = None) -> Iterator[Chunk]:
-        return self._host.chunks(keys)
+        return self.host.chunks(keys)
 
     @property
     def reaches_far(self) -> bool:
@@ -100,20 +100,20 @@ class ReachingStore(Store):
 
     @property
     def id(self) -> str:
-        return self._host.id
+        return self.host.id
 
     def advertise(self, about: bytes) -> None:
-        self._host.advertise(about)
+        self.host.advertise(about)
 
     def advertised(self) -> list[bytes]:
-        return self._host.advertised()
+        return self.host.advertised()
 
     def take_failures(self) -> Mapping[tuple[str, str], int]:
-        return self._host.take_failures()
+        return self.host.take_failures()
 
     def status(self) -> StoreStatus:
-        return self._host.status()
+        return self.host.status()
 
     def close(self) -> None:
         self.carrier.close()
-        self._host.close()
+        self.host.close()

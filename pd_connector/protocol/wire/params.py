@@ -137,6 +137,7 @@ class ProducerAddress(NamedTuple):
             "tp_size": self.peers[0].shard.tp_size,
             **self._context(),
             **({"remote_seal": self.seal} if self.seal else {}),
+            **({"keeps_states": True} if self.keeps_states else {}),
         }
 
     def _context(self) -> dict[str, Any]:

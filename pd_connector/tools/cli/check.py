@@ -75,11 +75,13 @@ def _is_folder(config: str) -> bool:
 
 def _in_folder(folder: Path, environment: Mapping[str, str]) -> list[Examined]:
     """What is wrong with a folder, and with the configs in its files."""
-    answers = [extension.load()(folder) for extension in load_entry_points(FOLDERS).values()]
-    mistakes = [finding for findings in answers for finding in findings or ()]
-    if all(findings is None for findings in answers):
+    results = [extension.load()(folder) for extension in load_entry_points(FOLDERS).values()]
+    findings_here = [finding for findings in results for finding in findings or ()]
+    if all(findings is None for findings in results):
         advice = "give a file, or the folder that `pd-router plan --out` wrote"
-        mistakes = [Finding(str(folder), "folder", Status.FAIL, "is no folder of a plan", advice)]
+        findings_here = [
+            Finding(str(folder), "folder", Status.FAIL, "is no folder of a plan", advice)
+        ]
     scripts = _examined(
         [(str(path), path.read_text(errors="replace")) for path in sorted(folder.glob("*.sh"))],
         environment,
@@ -93,7 +95,7 @@ def _in_folder(folder: Path, environment: Mapping[str, str]) -> list[Examined]:
         part._replace(findings=[it for it in part.findings if it.status is not Status.OK])
         for part in (scripts, *files)
     ]
-    return [Examined(mistakes, []), *wrong]
+    return [Examined(findings_here, []), *wrong]
 
 
 def examine(config: str, environment: Mapping[str, str]) -> Examined:

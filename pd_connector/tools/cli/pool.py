@@ -263,7 +263,7 @@ def carry(
         str,
         typer.Option(
             envvar="PD_CONNECTOR_FAR",
-            help="The far store: redis://HOST:6379, rediss://USER:PASSWORD@HOST:6379 (TLS). With a password, use the variable.",
+            help="The far store, such as redis://HOST:6379; docs/pool.md has all forms. With a password, use the variable: other users see options.",
         ),
     ],
     key_file: Annotated[

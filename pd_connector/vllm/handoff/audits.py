@@ -88,6 +88,7 @@ class Audits:
         self._passed: dict[Pair, None] = {}
         self._retry: dict[Pair, float] = {}
         self._kv_only: dict[Pair, None] = {}  # states are kept nowhere in common
+        self._short: dict[Pair, None] = {}  # the log says that all prompts were too short so far
         self._chosen: dict[str, bool] = {}  # by id of a later request: whether it is audited
         self._audits: dict[str, _Audit] = {}
         self._over: list[str] = []  # requests that have ended; their pages may be freed now
@@ -232,8 +233,8 @@ class Audits:
 
     def refused(self, pair: Pair) -> None:
         """A rank no longer trusts this producer, for example because it has restarted."""
-        self._passed.pop(pair, None)
-        self._kv_only.pop(pair, None)
+        for pairs in (self._passed, self._kv_only, self._short):
+            pairs.pop(pair, None)
 
     def _compare_kv_only(self, pair: Pair, why: str) -> None:
         """One of the engines does not keep the states that were to be compared. Without this no audit might ever end."""
@@ -255,10 +256,25 @@ class Audits:
         if self._states and self._states.keeps_boundaries and pair not in self._kv_only:
             position = self._position(request)
             if not 0 < position <= fetch.tokens:
+                self._say_short(pair)
                 return False  # no state to compare
         under_way = any(audit.fetch.pair == pair for audit in self._audits.values())
         early = time.monotonic() < self._retry.get(pair, 0.0)
         return missing >= LEAST_TOKENS and not under_way and not early
+
+    def _say_short(self, pair: Pair) -> None:
+        """Log, once for a producer, which prompts it takes until its KV is used."""
+        if pair in self._passed or pair in self._short:
+            return
+        self._short[pair] = None
+        while len(self._short) > _MOST_PAIRS:
+            del self._short[next(iter(self._short))]
+        logger.info(
+            "prompts for engine %s are computed here until one of at least %d tokens has been compared with it: vLLM keeps "
+            "states only after whole pages, and a shorter prompt has none (config key audit)",
+            pair[0][0].engine_id,
+            max(LEAST_TOKENS + 1, self._states.shortest_with_boundary),
+        )
 
     def _hold(self, request_id: str, audit: _Audit, computed: int) -> bool:
         """Take a reference to the pages of the states to compare, once a step computes them. Returns whether they exist.

@@ -158,8 +158,8 @@ class Fetching(Part):
             watch: it waits without pages until its KV begins to arrive.
         """
         assert params.remote_request_id is not None
-        wanted = request.num_prompt_tokens - max(1, self._left)  # the others are computed here
-        tokens = min(self.tokens(request, params), max(0, wanted))
+        needed = request.num_prompt_tokens - max(1, self._left)  # the others are computed here
+        tokens = min(self.tokens(request, params), max(0, needed))
         stage = Stage.WATCHED if watch else Stage.HELD
         self._fetches[request.request_id] = Fetch(
             params.remote_request_id, *identity, peers, params.wait, tokens, stage

@@ -70,6 +70,18 @@ class StateTables:
         pages = prompt // step - 1 if self._drops_last else (prompt - 1) // step
         return max(0, pages * step)
 
+    @property
+    def shortest_with_boundary(self) -> int:
+        """Tokens of the shortest prompt that has such a position, with its last token and without it.
+
+        >>> StateTables([0, 16]).shortest_with_boundary
+        17
+        >>> StateTables([0, 16], drops_last=True).shortest_with_boundary
+        33
+        """
+        step = math.lcm(*(size for size in self._page_sizes if size))
+        return (2 if self._drops_last else 1) * step + 1
+
     @staticmethod
     def _page(table: Sequence[int], size: int | None, position: int) -> Sequence[int]:
         place = (position - 1) // size if size else 0

@@ -15,11 +15,11 @@ from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE
 from scheduler_plugins.router.settings.options import API_KEY_VARIABLE, CLIENT_KEY_VARIABLE
 
 MOST_BYTES = 64 << 10
-"""Of what a command prints, this much of the end is read."""
+"""The end of a command's output that is read."""
 TERM_S = 2.0
 """Time between SIGTERM and SIGKILL."""
 _SECRETS = (ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, API_KEY_VARIABLE)
-"""Variables of the router that are no business of a command."""
+"""Variables of the router that a command does not get."""
 
 
 class CommandError(Exception):

@@ -28,7 +28,7 @@ class DaysFile:
         self._minute: int | None = None  # that passes now, of all since 1970
         self._whole = False  # whether it was seen from its beginning
         self._written_s = wall_s()
-        self._known = dict[str, bool]()
+        self._counted = dict[str, bool]()
 
     def note(self, history: History, groups: Collection[str], now_s: float) -> None:
         """Call about once a second."""
@@ -48,9 +48,9 @@ class DaysFile:
     def usual_per_s(self, group: str, ahead_s: float) -> dict[str, float]:
         """Requests a second of earlier days, `ahead_s` from now; empty: not known for two days."""
         usual = self._days.per_s(group, _of_day(self._wall_s() + ahead_s))
-        if self._known.get(group) is not (known := usual is not None):
-            self._known[group] = known
-            text = "now count" if known else f"do not count yet: {LEAST_DAYS} are needed"
+        if self._counted.get(group) is not (counts := usual is not None):
+            self._counted[group] = counts
+            text = "now count" if counts else f"do not count yet: {LEAST_DAYS} are needed"
             logger.info("group %s: earlier days at this minute %s (%s)", group, text, self._path)
         return {} if usual is None else {group: usual}
 

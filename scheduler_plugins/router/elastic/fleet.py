@@ -21,8 +21,14 @@ class Groups:
     def __init__(self) -> None:
         self._said = set[str]()
 
-    def of(self, engines: Iterable[BackendEngine]) -> dict[str, list[Member]]:
-        """The members of each group that a policy may change. A group with two models is left out."""
+    def of(
+        self, engines: Iterable[BackendEngine], *, every: bool = False
+    ) -> dict[str, list[Member]]:
+        """The members of each group that a policy may change. A group with two models is left out.
+
+        Args:
+            every: also groups none of whose engines may move, for a policy that starts and stops engines.
+        """
         groups = dict[str, list[BackendEngine]]()
         problems = set[str]()
         for engine in engines:
@@ -35,13 +41,14 @@ class Groups:
                 groups.setdefault(engine.role_state.place.group, []).append(engine)
         movable = {}
         for name, members in groups.items():
-            if not any(member.role_state.place.may for member in members):
+            if not every and not any(member.role_state.place.may for member in members):
                 continue
             if problem := _two_models(name, members):
                 problems.add(problem)
                 continue
             movable[name] = [_member(engine) for engine in members]
-            problems.update(filter(None, [_all_on_both_sides(name, members)]))
+            if not every:
+                problems.update(filter(None, [_all_on_both_sides(name, members)]))
             problems.update(filter(None, map(_cannot, members)))
         for problem in sorted(problems - self._said):
             logger.warning("%s", problem)

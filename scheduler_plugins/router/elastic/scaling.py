@@ -181,6 +181,15 @@ class Scaling:
         self._starts.append(start)
         start.task = asyncio.create_task(self._starting(start, failed), name=f"start {side[1]}")
 
+        def ended(
+            task: asyncio.Task[None],
+        ) -> None:  # also of a task that was cancelled before its first step
+            self._starts.remove(start)
+            if task.cancelled():
+                self._take_back(start)
+
+        start.task.add_done_callback(ended)
+
     async def _starting(self, start: _Start, failed: Callable[[Role], None]) -> None:
         (group, role), counts = start.side, self._pool.metrics.engine_starts
         try:
@@ -190,13 +199,8 @@ class Scaling:
             counts.labels(group, role, f"failed_{error.step}").inc()
             failed(role)
             self._take_back(start)
-        except asyncio.CancelledError:
-            self._take_back(start)
-            raise
         else:
             counts.labels(group, role, "started").inc()
-        finally:
-            self._starts.remove(start)
 
     async def _bring_up(self, start: _Start) -> None:
         """Run the command, and wait until its engine serves. Raises _StartFailedError."""
@@ -258,38 +262,38 @@ class Scaling:
 
     def _stop(self, side: _Side, engine: BackendEngine) -> None:
         stop = self._stops[engine.url] = _Stop(side, engine)
+        self._pool.drain(engine, True)
         stop.task = asyncio.create_task(self._stopping(stop), name=f"stop {engine.url}")
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._stops[engine.url]
+            if task.cancelled() and stop.drains and not self._closed:
+                self._pool.drain(engine, False)  # it is needed again
+
+        stop.task.add_done_callback(ended)
 
     async def _stopping(self, stop: _Stop) -> None:
         engine, pool, (group, role) = stop.engine, self._pool, stop.side
-        try:
-            pool.drain(engine, True)
+        await self._idle(engine)
+        stop.drains = False
+        self._started.pop(engine.url, None)
+        self._remove(engine.url)
+        values = {"group": group, "role": role, "url": engine.url}
+        arguments, variables = filled(pool.config.stop_command, values)
+        for again in range(STOP_TRIES):
             try:
-                await self._idle(engine)
-            except asyncio.CancelledError:
-                pool.drain(engine, False)  # it is needed again
-                raise
-            stop.drains = False
-            self._started.pop(engine.url, None)
-            self._remove(engine.url)
-            values = {"group": group, "role": role, "url": engine.url}
-            arguments, variables = filled(pool.config.stop_command, values)
-            for again in range(STOP_TRIES):
-                try:
-                    await output_of(STOP, arguments, variables, pool.config.stop_timeout_s)
-                except CommandError as error:
-                    pool.metrics.engine_starts.labels(group, role, "failed_stop").inc()
-                    left = "it is tried again" if again + 1 < STOP_TRIES else "stop it by hand"
-                    logger.warning(
-                        "%s gets no more requests, but still runs: %s; %s", engine.url, error, left
-                    )
-                    await asyncio.sleep(TRY_AGAIN_S)
-                else:
-                    logger.info("%s (%s) was stopped", engine.url, role)
-                    pool.metrics.engine_starts.labels(group, role, "stopped").inc()
-                    break
-        finally:
-            self._stops.pop(engine.url, None)
+                await output_of(STOP, arguments, variables, pool.config.stop_timeout_s)
+            except CommandError as error:
+                pool.metrics.engine_starts.labels(group, role, "failed_stop").inc()
+                left = "it is tried again" if again + 1 < STOP_TRIES else "stop it by hand"
+                logger.warning(
+                    "%s gets no more requests, but still runs: %s; %s", engine.url, error, left
+                )
+                await asyncio.sleep(TRY_AGAIN_S)
+            else:
+                logger.info("%s (%s) was stopped", engine.url, role)
+                pool.metrics.engine_starts.labels(group, role, "stopped").inc()
+                break
 
     async def _idle(self, engine: BackendEngine) -> None:
         """Wait until the engine serves nothing and keeps no KV for others, as long as an answer may take."""

@@ -141,7 +141,8 @@ class Elastic:
         if moving is None or not self._pool.leads:
             self._forget(self._controllers.keys())
             return
-        groups, front = self._groups.of(self._pool.engines), self._front()
+        every = create(moving.policy).scales
+        groups, front = self._groups.of(self._pool.engines, every=every), self._front()
         self._forget(self._controllers.keys() - groups.keys())
         days = self._days_file()
         if days is not None:

@@ -162,11 +162,11 @@ class RoleController:
         """What the policy proposes and has a meaning."""
         self.fault, moves, scales = None, list[Move](), list[Scale]()
         names = [member.name for member in fleet.members]
-        known = {member.group for member in fleet.members}
+        group_names = {member.group for member in fleet.members}
         try:
             for proposal in self.policy.decide(fleet, now_s):
                 if isinstance(proposal, Scale) and self._scaling is not None:
-                    problem = _scale_problem(proposal, known)
+                    problem = _scale_problem(proposal, group_names)
                 else:
                     problem = _problem(proposal, names)
                 if problem:

@@ -9,7 +9,7 @@ import msgspec
 
 MINUTES = 24 * 60
 LEAST_DAYS, MOST_DAYS = 2, 7
-"""A minute is known from this many days on. Of more than `MOST_DAYS` the older ones count less and less."""
+"""A minute is known from `LEAST_DAYS` on. Beyond `MOST_DAYS` the older ones count less and less."""
 AROUND = 2
 """Minutes before and after that count, too: those of one minute are few."""
 MOST_BYTES = 16 << 20

@@ -13,7 +13,7 @@ from pd_connector.pauses import doubled_s
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Coming, Member, Scale
 
-SETTLE_S = 240.0
+SETTLE_S = 300.0
 """A side is made smaller only to the largest number that was wanted within this time."""
 AGAIN_S, LONGEST_AGAIN_S = 60.0, 3600.0
 """After engines that did not come, no more are asked for within `AGAIN_S`. It doubles with each failure in a row."""
@@ -29,6 +29,7 @@ class Limits(NamedTuple):
     """Engines of a whole group, as 3 prefill and 1 decode; empty: sides are scaled apart."""
     start_timeout_s: float = 900.0
     """An engine that does not serve by then is given up."""
+    settle_s: float = SETTLE_S
 
     @property
     def units(self) -> tuple[int, int]:
@@ -60,7 +61,7 @@ class ScaleGuards:
     | units | both sides have whole units, as many as the side that needs more |
     | coming | engines that are asked for count when they serve; those that do not within `start_timeout_s` are given
         up, and no more are asked for in a pause that doubles |
-    | settle | a side becomes smaller only to the largest number of the last `SETTLE_S`. What has not come delays that
+    | settle | a side becomes smaller only to the largest number of the last `settle_s`. What has not come delays that
         by nothing |
     """
 
@@ -146,12 +147,12 @@ class ScaleGuards:
         limits, role = self._limits, scale.role
         engines = max(limits.fewest[role], pins, min(limits.most[role], scale.engines))
         side.proposals.append((now_s, engines, scale.cause))
-        while side.proposals[0][0] <= now_s - SETTLE_S:
+        while len(side.proposals) > 1 and side.proposals[0][0] <= now_s - limits.settle_s:
             side.proposals.popleft()
         if engines > side.engines:
             if now_s >= side.again_s:
                 side.engines, side.cause, side.since_s = engines, scale.cause, now_s
-        elif now_s - side.begun_s >= SETTLE_S:
+        elif now_s - side.begun_s >= limits.settle_s:
             _, largest, cause = max(side.proposals, key=lambda proposal: proposal[1])
             if largest < side.engines:
                 side.engines, side.cause = largest, cause

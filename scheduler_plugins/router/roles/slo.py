@@ -18,14 +18,14 @@ from scheduler_plugins.router.roles.base import Fleet, Move, RolePolicy, Scale
 from scheduler_plugins.router.roles.forecast import BIN_S, TREND_S, trend
 from scheduler_plugins.router.roles.group import Group, groups
 
-MIX_S = 300.0
-"""The mean request is that of the last so many seconds."""
-SPARE, MARGIN = 0.2, 0.1
+MIX_S = 600.0
+"""The mean request is taken over this time, in seconds."""
+SPARE, MARGIN = 0.2, 0.15
 """An engine is stopped only if the others have this part of their time to spare, and would be enough for this much more
 load. The second keeps a constant load from starting and stopping an engine to and fro."""
 LATE = 0.02
 """Part of the prompts that may come late by the closed form. It leaves room for what the form does not know."""
-DEVIATIONS = 2.0
+DEVIATIONS = 3.0
 """Standard deviations of the number of sequences for which decode engines have room."""
 QUEUE_S = 60.0
 """What waits beyond the promise is worked off within this time after new engines have come."""
@@ -34,7 +34,7 @@ LEAST, MOST = 0.5, 2.0
 SLOWLY_S = 300.0
 """Time constant of the corrections."""
 OVER_S = 60.0
-"""Actual times are those of the last so many seconds."""
+"""Actual times are taken over this time, in seconds."""
 ENOUGH = 20.0
 """Fewer first tokens or answers than this correct nothing."""
 MOST_ENGINES = 10_000
@@ -66,8 +66,8 @@ class Slo(RolePolicy):
        earlier days had at that minute, if that is more.
     2. Engines of that load: seconds of prefill and of decode for the mean request, by the costs, corrected by actual /
        expected time to the first token and time per token.
-    3. Room for bursts: prefill has so many engines that `LATE` of the prompts would wait too long, decode so many that
-       their batches hold a Poisson number of sequences.
+    3. Room for bursts: prefill gets engines until at most `LATE` of the prompts would wait too long, decode until their
+       batches hold a Poisson number of sequences.
     4. Engines for what waits beyond the promise, unless the present ones work it off before others come.
 
     A side is made smaller only if the others have `SPARE` of their time left. Source of 1 and 2: Dynamo's SLA planner, whose correction does not see what waits.

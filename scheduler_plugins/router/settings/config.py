@@ -259,7 +259,7 @@ class RouterConfig:
         """The place of an engine that the settings know by `url`."""
         place = self.places.get(url, Place())
         may = place.may
-        if self.roles and self.moving is not None and not self._elastic:
+        if self.roles and self.moving is not None and not (self._elastic or self._scales):
             may = frozenset((Role.PREFILL, Role.DECODE))
         if home is not None and home not in MOVABLE:
             may = frozenset()
@@ -287,6 +287,12 @@ class RouterConfig:
     def _elastic(self) -> bool:
         return any(place.may for place in self.places.values())
 
+    @property
+    def _scales(self) -> bool:
+        """Whether the role policy starts and stops engines."""
+        moving = self.moving
+        return moving is not None and create_roles(moving.policy).scales
+
     def _check_roles(self) -> None:
         if (moving := self.moving) is not None:
             create_roles(moving.policy)
@@ -302,15 +308,20 @@ class RouterConfig:
         placed = self.placed(lambda url: (url,))
         names = {place.group for url, place in placed.items() if is_name(url)}
         own = [place for url, place in placed.items() if not is_name(url)]
-        check_groups(self.groups, self.routes, own, named=names)
-        self._check_scaling(sorted({place.group for place in placed.values()}))
+        scales = self._scales
+        if scales:
+            for group in sorted({place.group for place in placed.values()}):
+                self.bounds(group).limits(group, self.start_timeout_s)
+        check_groups(self.groups, self.routes, own, named=names, grows=scales)
+        self._check_scaling()
 
-    def _check_scaling(self, groups: Iterable[str]) -> None:
-        scales = (moving := self.moving) is not None and create_roles(moving.policy).scales
+    def _check_scaling(self) -> None:
+        scales = self._scales
         for setting in (START, STOP):
             if not (text := getattr(self, setting)):
                 continue
             if not scales:
+                moving = self.moving
                 name = "no role policy" if moving is None else f"role policy {moving.policy}"
                 raise ValueError(
                     f"{setting}: {name} starts or stops no engine; set roles to slo, or take the command out"
@@ -328,9 +339,6 @@ class RouterConfig:
                 raise ValueError(f"{name} {getattr(self, name)}: must be 1 or more, or 0 for none")
         if self.days:
             Days.load(Path(self.days))  # DaysError is a ValueError, and names the file
-        if scales:
-            for group in groups:
-                self.bounds(group).limits(group, self.start_timeout_s)
 
     def bounds(self, group: str) -> Bounds:
         """Fewest and most engines of a group."""

@@ -135,12 +135,14 @@ def check_groups(
     places: Collection[Place],
     *,
     named: Collection[str],
+    grows: bool = False,
 ) -> None:
     """Check groups against the engines.
 
     Args:
         places: of all engines that have a URL of their own.
         named: groups that have names, which stand for an unknown number of engines.
+        grows: whether engines are started, so that a group can have more than are listed.
 
     Raises:
         ValueError: a route or a bound names a group that no engine is in, a bound cannot be kept, or a group has no
@@ -158,7 +160,7 @@ def check_groups(
             raise ValueError(
                 f"groups: {group!r} has no engine; give an engine `group: {group}`, or take it out"
             )
-        if group not in named:
+        if group not in named and not grows:
             _check_bound(group, bound, [place for place in places if place.group == group])
     for group in set(group_names) - set(named):
         if not any(_able(place, Role.DECODE) for place in places if place.group == group):

@@ -26,16 +26,16 @@ def checked_command(setting: str, text: str) -> None:
         ) from None
     if not arguments:
         raise ValueError(f"{setting} {text!r}: must name a program")
-    known = PLACES[setting]
+    places = PLACES[setting]
     for argument in arguments:
         for name in _PLACE.findall(argument):
-            if name not in known:
-                names = ", ".join(f"{{{one}}}" for one in known)
+            if name not in places:
+                names = ", ".join(f"{{{place}}}" for place in places)
                 raise ValueError(f"{setting}: {{{name}}} has no value; known are {names}")
     if _PLACE.search(arguments[0]):
         raise ValueError(f"{setting} {arguments[0]!r}: the program must have a fixed name")
     if PurePath(arguments[0]).name in _SHELLS and any(map(_PLACE.search, arguments[1:])):
-        names = ", ".join(f'"${_variable(one)}"' for one in known)
+        names = ", ".join(f'"${_variable(place)}"' for place in places)
         raise ValueError(
             f"{setting}: a shell would read {{...}} as part of its program; write {names} there instead"
         )

@@ -4,7 +4,7 @@
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,9 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture
-def new_host(redis: RedisServer) -> Iterator[NewHost]:
-    """Starts a host that reaches the Redis server of the test."""
+@contextmanager
+def hosts_of(redis: RedisServer) -> Iterator[NewHost]:
+    """Starts hosts that reach a server."""
     folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
     with ExitStack() as opened:
 
@@ -36,3 +36,20 @@ def new_host(redis: RedisServer) -> Iterator[NewHost]:
 
         yield starts
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def new_host(redis: RedisServer) -> Iterator[NewHost]:
+    """Starts a host that reaches the Redis server of the test."""
+    with hosts_of(redis) as starts:
+        yield starts
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host, RedisServer]]:
+    """Two hosts and their server, for several tests."""
+    with (
+        redis_server(tmp_path_factory.mktemp("pair")) as server,
+        hosts_of(server) as starts,
+    ):
+        yield starts("a"), starts("b"), server

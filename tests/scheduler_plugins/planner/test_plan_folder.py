@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a plan: each file is valid for its reader, and damage is named."""
+"""The folder of a plan: its scripts and configs are valid for the programs that read them, and damage is named."""
 
 from __future__ import annotations
 

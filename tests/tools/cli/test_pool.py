@@ -57,7 +57,7 @@ NBYTES = len(PARTS[0][0])
 @pytest.fixture
 def store(settings: PoolSettings) -> Iterator[LocalStore]:
     """The store of an engine, with three chunks."""
-    opened = settings.open()
+    opened = settings.open().host  # type: ignore[attr-defined]
     for number, part in enumerate(PARTS):
         put(opened, *part, f"team {number % 2}")
     yield opened

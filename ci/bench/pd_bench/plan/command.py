@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from pd_bench.command_output import exit_codes, report
+from pd_bench.plan import scaling_command
 from pd_bench.plan.searches import (
     Searched,
     front_cpu_s,
@@ -37,6 +38,9 @@ app = typer.Typer(
     add_completion=False,
     help="The planner's search beside an exhaustive one and papers, simulated.",
 )
+
+
+scaling_command.add(app)
 
 
 @app.command("search")

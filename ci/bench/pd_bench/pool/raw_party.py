@@ -166,7 +166,7 @@ class Mooncake:
     """Mooncake's store over TCP on this machine, with registered buffers. It verifies nothing."""
 
     def __init__(self, objects: Objects, settings: dict[str, Any]) -> None:
-        from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found]
+        from mooncake.store import MooncakeDistributedStore
 
         self._objects = objects
         self._store = MooncakeDistributedStore()

@@ -13,6 +13,7 @@ from scheduler_plugins.router.roles.base import Fleet, Member
 from scheduler_plugins.router.roles.controller import RoleController
 from scheduler_plugins.router.roles.history import KEPT_S, History
 from scheduler_plugins.router.roles.registry import create
+from scheduler_plugins.router.roles.scaling import Limits
 
 ENGINES = 64
 BAR_MS = 2.0
@@ -34,7 +35,9 @@ def decision_ms(name: str) -> float:
         history.answered(n / 10, "", 200, 0.05, 0.1)
     able = frozenset((Role.PREFILL, Role.DECODE, Role.BOTH))
     members = [Member(node, node.role, node.role, able) for node in nodes]
-    controller, fleet = RoleController(create(name)), Fleet(members, history)
+    policy, sides = create(name), dict.fromkeys((Role.PREFILL, Role.DECODE), ENGINES)
+    limits = Limits(dict.fromkeys(sides, 1), sides) if policy.scales else None
+    controller, fleet = RoleController(policy, limits=limits), Fleet(members, history)
     took_ms = []
     for n in range(ROUNDS):
         begun_s = time.thread_time()

@@ -109,11 +109,11 @@ spec:
 {{- define "check" -}}
 {{- $set := dict "prefill" "host|port|tensor-parallel-size|kv-transfer-config" -}}
 {{- $_ := set $set "decode" $set.prefill -}}
-{{- $_ := set $set "router" "host|port" -}}
+{{- $_ := set $set "router" (ternary "host|port|roles|max-prefill|max-decode|engine-start-s" "host|port" .Values.autoscaling.enabled) -}}
 {{- range $side, $flags := $set -}}
 {{- range $arg := (index $.Values $side).args -}}
 {{- if regexMatch (printf "^--(%s)([=.]|$)" $flags) $arg -}}
-{{- $from := ternary "" (printf " (%s.tensorParallelSize, %s.connector)" $side $side) (eq $side "router") -}}
+{{- $from := ternary (ternary " (autoscaling)" "" $.Values.autoscaling.enabled) (printf " (%s.tensorParallelSize, %s.connector)" $side $side) (eq $side "router") -}}
 {{- fail (printf "%s.args: the chart sets %s itself%s: leave it out" $side $arg $from) -}}
 {{- end -}}
 {{- end -}}

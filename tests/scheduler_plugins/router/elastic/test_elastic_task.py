@@ -403,7 +403,7 @@ def test_every_policy_of_ours_runs_in_the_router(
     monkeypatch.setattr(task_module, "EVERY_S", 0.02)
 
     async def scenario() -> None:
-        async with both_kinds(World(2, 2, roles=policy)) as world:
+        async with both_kinds(World(2, 2, roles=policy, max_prefill=2, max_decode=2)) as world:
             await ready(world)
             for n in range(20):
                 assert (await world.complete(prompt=f"{n} " * 100, stream=n % 2 == 0)).status == 200

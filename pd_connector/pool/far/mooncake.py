@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake Store, through its own client.
+
+    mooncake://MASTER[:PORT][?protocol=tcp|rdma][&devices=NAME,NAME][&host=ADDRESS]
+
+The client lends no memory. It listens on all addresses without authentication, so Mooncake belongs into a closed network, and a
+key is always needed. Objects are copied out of the client's memory before they are opened: others can write there.
+"""
+
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, parse_qs
+
+from pd_connector.errors import ConfigError
+from pd_connector.pool.far.base import FarStore
+
+_missing = ""
+if TYPE_CHECKING:
+    from mooncake.store import MooncakeDistributedStore
+else:
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:  # the package is missing, or a library that it needs
+        MooncakeDistributedStore, _missing = None, str(error)
+
+_PORT = 50051
+_KNOWN = {"protocol": ("tcp", "rdma"), "devices": None, "host": None}
+_BUFFER_BYTES = 256 << 20
+"""Memory of the client through which objects pass. It is touched when it is needed."""
+_PREFIX = "pd:"
+
+
+class MooncakeStore(FarStore):
+    """Names become keys `pd:NAME`. What is there already is not overwritten: `put` answers as if it were."""
+
+    package = "mooncake-transfer-engine (on a CPU: mooncake-transfer-engine-non-cuda)"
+    most_bytes = _BUFFER_BYTES // 2
+
+    @classmethod
+    def problem(cls, address: SplitResult) -> str:
+        if MooncakeDistributedStore is None:
+            return (
+                f"Mooncake's client cannot be imported ({_missing}): pip install {cls.package}; if a library such as "
+                "libibverbs.so.1 is missing, apt install libibverbs1 libnl-3-200 libnl-route-3-200"
+            )
+        if not address.hostname:
+            return f"names no master: write mooncake://HOST:{_PORT}"
+        if address.path.strip("/") or address.username or address.password:
+            return "has a path, user or password: Mooncake has none; write mooncake://HOST:PORT"
+        for name, (value, *_) in parse_qs(address.query, keep_blank_values=True).items():
+            if name not in _KNOWN:
+                return f"?{name}=: is not known; there are {', '.join(_KNOWN)}"
+            if (values := _KNOWN[name]) and value not in values:
+                return f"?{name}={value}: must be {' or '.join(values)}"
+        return ""
+
+    @classmethod
+    def hosts(cls, address: SplitResult) -> list[str]:
+        return [address.hostname or "", "every address, on which Mooncake's client listens"]
+
+    def __init__(self, address: SplitResult, deadline_s: float) -> None:
+        given = {name: values[0] for name, values in parse_qs(address.query).items()}
+        master = address.hostname or "", address.port or _PORT
+        host = given.get("host") or _own_address(master, deadline_s)
+        self._client: Any = MooncakeDistributedStore()
+        settings = (
+            host,
+            "P2PHANDSHAKE",  # so Mooncake's metadata server, which has no authentication, is never started
+            0,  # bytes lent
+            _BUFFER_BYTES,
+            given.get("protocol", "tcp"),
+            given.get("devices", ""),
+            f"{master[0]}:{master[1]}",
+        )
+        if code := self._client.setup(*settings):
+            raise ConfigError(f"Mooncake's client answers {code} to its setup with {settings}")
+
+    def has(self, names: Sequence[str]) -> list[int]:
+        keys = [_PREFIX + name for name in names]
+        there = self._client.batch_is_exist(keys)
+        if any(answer < 0 for answer in there):
+            raise ConnectionError(f"Mooncake's master answers {min(there)}")
+        sizes = (
+            self._client.get_size(key) if is_there else 0
+            for key, is_there in zip(keys, there, strict=True)
+        )
+        return [max(0, size) for size in sizes]
+
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[int]:
+        read = []
+        for name, buffer in zip(names, buffers, strict=True):
+            handle = self._client.get_buffer(_PREFIX + name)
+            size = handle.size() if handle is not None else 0
+            if 0 < size <= len(buffer):
+                with memoryview(handle) as data:
+                    buffer[:size] = data.cast("B")
+                read.append(size)
+            else:
+                read.append(0)
+        return read
+
+    def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
+        return [
+            self._client.put(_PREFIX + name, each) == 0
+            for name, each in zip(names, data, strict=True)
+        ]
+
+    def remove(self, names: Sequence[str]) -> None:
+        # By force: each object that was asked for has a lease.
+        self._client.batch_remove([_PREFIX + name for name in names], True)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _own_address(master: tuple[str, int], deadline_s: float) -> str:
+    """The address of this host that the master's network sees. Raises OSError: the master cannot be reached."""
+    with socket.create_connection(master, timeout=deadline_s) as channel:
+        return str(channel.getsockname()[0])

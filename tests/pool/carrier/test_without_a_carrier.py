@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where no carrier serves, a store says and waits as that of one host."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chunks import chain, save, there
+
+from pd_connector.pool.carrier.messages import SOCKET, new_socket
+from pd_connector.pool.store.local import LocalStore, Space
+from pd_connector.pool.store.reaching import ReachingStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ReachingStore]:
+    folder = tmp_path / ("long" * 40)  # a socket's path may have 107 bytes
+    store = ReachingStore(LocalStore(Space(folder, 64 << 20)), folder)
+    yield store
+    store.close()
+
+
+def test_a_missing_chunk_is_missing(store: ReachingStore) -> None:
+    keys = chain("x", 3)
+    save(store, keys[:2])
+    for _ in range(2):
+        assert there(store, keys) == 2
+        assert store.bring(keys[2]) is None
+        assert store.bring(keys[0])
+    assert store.pin(keys, 1.0) == 2
+    assert store.carrier.status() is None
+
+
+def test_a_socket_that_a_dead_carrier_has_left_is_none(
+    store: ReachingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(next(tmp_path.iterdir()))
+    with new_socket() as left:
+        left.bind(SOCKET)
+    began_s = time.monotonic()
+    for _ in range(200):
+        assert store.bring(chain("y", 1)[0]) is None
+        assert there(store, chain("y", 1)) == 0
+    assert time.monotonic() - began_s < 1.0

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake Store between two hosts, with its own master and client, and a stranger beside them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pd_connector.errors import ConfigError
+from pd_connector.pool.far import mooncake
+from pd_connector.pool.far.registry import far_address
+
+ROOT = Path(__file__).parents[3]
+here = pytest.mark.skipif(
+    mooncake.MooncakeDistributedStore is None, reason="needs Mooncake's client (ci/setup-tests)"
+)
+
+
+@here
+@pytest.mark.netns
+def test_hosts_share_through_mooncake_and_a_stranger_causes_misses() -> None:
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("needs root, for a network namespace")
+    paths = [ROOT, ROOT / "tests", ROOT / "tests/pool/store", ROOT / ".venv/far"]
+    ended = subprocess.run(
+        ["unshare", "--net", sys.executable, str(ROOT / "tests/support/mooncake_site.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    line = next((line for line in ended.stdout.splitlines() if line.startswith("FOUND ")), "")
+    assert line, ended.stdout + ended.stderr
+    found = json.loads(line.removeprefix("FOUND "))
+    assert found["sealed"] == {
+        "found": 6, "first": [3, 0], "changed": [0, 0], "damaged": 3, "left": 3,
+    }  # fmt: skip
+    # The control: without a seal what the stranger wrote comes into the pool.
+    assert found["plain"]["changed"] == [3, 3]
+
+
+@here
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("mooncake://", "names no master"),
+        ("mooncake://user:pw@h", "Mooncake has none"),
+        ("mooncake://h?protocol=udp", "must be tcp or rdma"),
+        ("mooncake://h?proto=tcp", r"\?proto=: is not known"),
+    ],
+)
+def test_a_wrong_address_is_refused(address: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        far_address(address, sealed=True)
+
+
+@here
+def test_without_a_key_even_loopback_is_refused() -> None:
+    with pytest.raises(ConfigError, match="every address, on which Mooncake's client listens"):
+        far_address("mooncake://127.0.0.1", sealed=False)
+    far_address("mooncake://127.0.0.1", sealed=True)
+
+
+def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "MooncakeDistributedStore", None)
+    monkeypatch.setattr(mooncake, "_missing", "no libibverbs.so.1", raising=False)
+    with pytest.raises(ConfigError, match="apt install libibverbs1"):
+        far_address("mooncake://h", sealed=True)

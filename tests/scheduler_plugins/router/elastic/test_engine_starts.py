@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of engines that a command starts or stops, and of requests meanwhile. Engines are fakes, commands are not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from router_fakes import FakeEngine, World, run, stream, until
+
+from scheduler_plugins.router.elastic import task
+from scheduler_plugins.router.elastic.task import Elastic
+from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
+from scheduler_plugins.router.endpoints.page import state
+from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.roles.base import Fleet, Move, RolePolicy, Scale
+from scheduler_plugins.router.roles.registry import ROLES
+from scheduler_plugins.router.roles.scaling import Limits
+from scheduler_plugins.router.settings import elastic
+
+
+class Wants(RolePolicy):
+    """Proposes what a test wants."""
+
+    scales = True
+    decode: ClassVar[int] = 1
+
+    def decide(self, fleet: Fleet, now_s: float) -> Sequence[Move | Scale]:
+        return [Scale("default", Role.DECODE, Wants.decode, "the test wants it")]
+
+
+@pytest.fixture(autouse=True)
+def wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROLES, "wants", Wants)
+    monkeypatch.setattr(task, "EVERY_S", 1e6)  # each test ticks itself
+    monkeypatch.setattr(elastic, "Limits", partial(Limits, settle_s=0.0))
+    Wants.decode = 1
+
+
+class Scaled:
+    """A router whose commands are scripts of a test."""
+
+    def __init__(self, folder: Path, start: str, decode: int = 1, **settings: Any) -> None:
+        self.stopped, names = folder / "stopped", ("start", "stop")
+        for name, body in zip(names, (start, f'echo "$1" >> {self.stopped}'), strict=True):
+            (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+            (folder / name).chmod(0o700)
+        commands = {
+            "start_command": f"{folder}/start {{group}} {{role}}",
+            "stop_command": f"{folder}/stop {{url}}",
+        }
+        most = {"max_prefill": 4, "max_decode": 4}
+        self.world = World(1, decode, **{"roles": "wants", **commands, **most, **settings})
+
+    async def __aenter__(self) -> Scaled:
+        await self.world.__aenter__()
+        await until(lambda: all(one.up for one in self.world.engines), "all are up")
+        self.pool = self.world.app[SHARED].pool
+        self.elastic = Elastic(self.pool, self.world.app[MOVER], dict)
+        self.elastic.tick(self.now_s)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.elastic._scaling.close()
+        await self.world.__aexit__(*error)
+
+    @property
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def counted(self, outcome: str) -> None:
+        """Wait until a start or a stop has ended so."""
+
+        def count() -> float | None:
+            labels = {"group": "default", "role": "decode", "outcome": outcome}
+            registry = self.pool.metrics.registry
+            return registry.get_sample_value("pd_router:engine_starts_total", labels)
+
+        await until(lambda: count() == 1, outcome)
+
+    def want(self, engines: int) -> None:
+        Wants.decode = engines
+        self.elastic.tick(self.now_s)
+
+
+async def another(world: World) -> FakeEngine:
+    fake = FakeEngine("x")
+    await fake.start()
+    world.d.append(fake)
+    return fake
+
+
+def test_an_engine_that_was_started_serves_and_is_stopped_when_its_stream_has_ended(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"') as scaled:
+            world, fake = scaled.world, await another(scaled.world)
+            (tmp_path / "url").write_text(f"starting\n\n{fake.url}\n")
+            scaled.want(2)
+            await scaled.counted("started")
+            assert await world.metric("engines_wanted", group="default", role="decode") == 2
+            world.known(world.d[0]).role_state.pinned = True
+            fake.behave = stream(20, gap_s=0.05)
+            asked = [
+                asyncio.create_task(world.complete(prompt=f"{n}", stream=True)) for n in range(2)
+            ]
+            await until(lambda: fake.running == 1, "it answers")
+            scaled.want(1)
+            await until(lambda: world.known(fake).draining, "it drains")
+            assert not scaled.stopped.exists()
+            for answer in await asyncio.gather(*asked):
+                assert answer.status == 200
+                assert b"[DONE]" in answer.content
+            await scaled.counted("stopped")
+            assert scaled.stopped.read_text() == f"{fake.url}\n"
+            assert [one.url for one in world.engines if one.role is Role.DECODE] == [
+                world.d[0].url
+            ], "the pinned one stays"
+            shown = [each["why"] for each in state(world.app[SHARED], 0.0)["decisions"]]
+            assert "wants: the test wants it" in shown
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("start", "outcome", "message"),
+    [
+        ("echo no GPU is free >&2; exit 3", "failed_command", "status 3 (no GPU is free)"),
+        ("exec sleep 60", "failed_command", "had not ended after 0.5 s, and was killed"),
+        ("true", "failed_address", "must print the engine's URL as its last line"),
+        ("echo 'it'\\''s $(ready)'", "failed_address", "must print the engine's URL"),
+        ("echo http://127.0.0.1:1", "failed_serving", "does not serve 0.5 s after start_command"),
+    ],
+)
+def test_a_start_that_fails_is_named_counted_and_not_waited_for(
+    tmp_path: Path, start: str, outcome: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, start, start_timeout_s=0.5) as scaled:
+            scaled.want(2)
+            await scaled.counted(outcome)
+            (said,) = [text for text in caplog.messages if "no decode engine of group" in text]
+            assert message in said
+            scaled.want(2)
+            wanted = await scaled.world.metric("engines_wanted", group="default", role="decode")
+            assert wanted == 1, "not asked for again before a pause"
+            assert (await scaled.world.complete(prompt="x")).status == 200
+            if outcome == "failed_serving":
+                await scaled.counted("stopped")
+                assert scaled.stopped.read_text() == "http://127.0.0.1:1\n"
+                assert len(scaled.world.engines) == 2
+
+    run(scenario())
+
+
+def test_an_engine_that_is_no_longer_needed_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "echo $$ > pid; exec sleep 60") as scaled:
+            scaled.want(2)
+            await until(lambda: bool(scaled.elastic._scaling._starts), "it is being started")
+            scaled.want(1)
+            await until(lambda: not scaled.elastic._scaling._starts, "it is given up")
+
+    run(scenario())
+
+
+def test_a_dry_run_says_a_number_and_starts_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f"touch {tmp_path}/begun", roles="dry-run:wants") as scaled:
+            scaled.want(3)
+            await asyncio.sleep(0.3)
+            assert "group default would have 3 decode engines after 1: wants: " in caplog.text
+            assert await scaled.world.metric("engines_wanted", role="decode") == 0
+            assert not (tmp_path / "begun").exists()
+
+    run(scenario())
+
+
+def test_an_engine_that_was_started_stays_when_the_file_is_read_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"') as scaled:
+            before, fake = scaled.pool.config, await another(scaled.world)
+            (tmp_path / "url").write_text(fake.url)
+            scaled.want(2)
+            await scaled.counted("started")
+            scaled.pool.edit(replace(before, attempts=2))
+            scaled.elastic.tick(scaled.now_s)
+            known = scaled.world.known(fake)
+            assert fake.url in scaled.pool.config.decode
+            assert not scaled.pool.leaves(known)
+            assert not known.draining
+
+    run(scenario())
+
+
+def test_an_engine_that_drains_is_taken_back_when_it_is_needed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "exit 1", decode=2) as scaled:
+            world = scaled.world
+            for fake in world.d:
+                fake.behave = stream(30, gap_s=0.05)
+            asked = asyncio.create_task(world.complete(prompt="a", stream=True))
+            await until(lambda: any(fake.running for fake in world.d), "an engine answers")
+            for fake in world.d:
+                world.known(fake).role_state.pinned = not fake.running
+            scaled.want(1)
+            await until(lambda: any(each.draining for each in world.engines), "it drains")
+            scaled.want(2)
+            await until(lambda: not any(each.draining for each in world.engines), "it is back")
+            assert (await asked).content.endswith(b"[DONE]\n\n")
+            assert not scaled.stopped.exists()
+
+    run(scenario())

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two hosts with Mooncake between them, and a stranger: a program for a network namespace of its own, because Mooncake listens on
+all addresses. Prints what it has found as JSON."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from chunks import chain, loads, save, there
+from mooncake.store import MooncakeDistributedStore
+
+from pd_connector.errors import PoolError
+from support.far_hosts import KEY, Host
+from support.waits import until
+
+MASTER = 7951
+ADDRESS = f"mooncake://127.0.0.1:{MASTER}"
+
+
+def client(lent: int = 0) -> Any:
+    """A client without our key."""
+    made = MooncakeDistributedStore()
+    address = f"127.0.0.1:{MASTER}"
+    until(lambda: made.setup("127.0.0.1", "P2PHANDSHAKE", lent, 64 << 20, "tcp", "", address) == 0)
+    return made
+
+
+def brought(host: Host, keys: list[bytes]) -> tuple[int, int]:
+    """Chunks that came, and those of them that are wrong."""
+    came = wrong = 0
+    for key in keys:
+        try:
+            found = host.store.bring(key)
+        except PoolError:
+            continue
+        if found:
+            came, wrong = came + 1, wrong + (not loads(host.store, key))
+    return came, wrong
+
+
+def scene(folder: Path, keys_of_hosts: tuple[bytes, ...]) -> dict[str, Any]:
+    writer, reader = (
+        Host(folder / name, ADDRESS, keys_of_hosts, 64 << 20, 5.0).ready() for name in "ab"
+    )
+    try:
+        keys = chain(f"prompt {bool(keys_of_hosts)}", 6)
+        save(writer.own, keys, nbytes=300_000)
+        until(lambda: writer.count("put") == len(keys), "the chunks in Mooncake", 60)
+        told = {"found": there(reader.store, keys), "first": brought(reader, keys[:3])}
+        stranger = client()
+        for key in keys[3:]:
+            name = "pd:" + reader.carrier._seal.names(key)[0]
+            data = bytearray(stranger.get(name))
+            data[-1] ^= 1
+            stranger.remove(name, True)
+            assert stranger.put(name, bytes(data)) == 0
+        told["changed"] = brought(reader, keys[3:])
+        told["damaged"] = reader.count("not_brought_damaged")
+        told["left"] = there(reader.store, keys)
+        stranger.close()
+        return told
+    finally:
+        writer.close()
+        reader.close()
+
+
+def main() -> None:
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
+    os.chdir(folder)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    program = [sys.executable, "-m", "mooncake.cli"]
+    master = subprocess.Popen([*program, "--port", str(MASTER), "--metrics_port", "7952"], **quiet)
+    try:
+        time.sleep(0.5)
+        lender = client(128 << 20)
+        found = {"sealed": scene(folder / "sealed", (KEY,)), "plain": scene(folder / "plain", ())}
+        lender.close()
+        print("FOUND " + json.dumps(found), flush=True)
+    finally:
+        master.kill()
+        master.wait()
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pd-connector pool carry`: refuses by name what it cannot use, serves until SIGTERM, and `pool status` shows it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.redis_servers import redis_server
+from support.waits import until
+
+from pd_connector.pool.settings import SHM_VARIABLE
+
+COMMAND = [sys.executable, "-m", "pd_connector", "pool"]
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    shm = tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm")
+    yield {**os.environ, SHM_VARIABLE: shm}
+    shutil.rmtree(shm)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--far", "ftp://h"], "there are mooncake, redis, rediss, s3"),
+        (["--far", "lmcache:/etc/lmcache.yaml"], "far store 'lmcache' is not known"),
+        (["--far", "redis://:secret@10.0.0.1"], "without a key only this machine's loopback"),
+        (["--far", "redis://localhost", "--key-file", "/absent"], "/absent: cannot be read"),
+        (["--far", "redis://localhost", "--answers-within", "0"], "--answers-within"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(
+    environment: dict[str, str], arguments: list[str], found: str
+) -> None:
+    ended = subprocess.run(
+        [*COMMAND, "carry", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode
+    assert found in " ".join((ended.stdout + ended.stderr).split())
+    assert "secret" not in ended.stdout + ended.stderr
+
+
+def test_it_serves_until_it_is_told_to_end(environment: dict[str, str], tmp_path: Path) -> None:
+    with redis_server(tmp_path) as redis:
+        environment["PD_CONNECTOR_FAR"] = redis.address
+        carrier = subprocess.Popen(
+            [*COMMAND, "carry"], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert carrier.stdout
+            line = carrier.stdout.readline()
+            assert line.startswith("carrier ready: ")
+            assert line.endswith("not sealed\n")
+            until(lambda: not status(environment)["problem"], "the far store", 60)
+            assert status(environment)["far"] == redis.address
+            carrier.send_signal(signal.SIGTERM)
+            assert carrier.wait(30) == 0
+        finally:
+            carrier.kill()
+            carrier.wait()
+        assert status(environment) is None
+
+
+def status(environment: dict[str, str]) -> dict[str, object]:
+    printed = subprocess.run(
+        [*COMMAND, "status", "--json"], env=environment, capture_output=True, text=True, check=True
+    )
+    carrier: dict[str, object] = json.loads(printed.stdout)["carrier"]
+    return carrier
