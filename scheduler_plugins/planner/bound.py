@@ -4,7 +4,7 @@ high, and they know no caches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from scheduler_plugins.cost.closed import FILL, largest_batch, prompt_s, token_s
@@ -63,6 +63,10 @@ class Bounds:
     def __init__(self, inventory: Inventory, load: Workload) -> None:
         self.inventory = inventory
         self.rates = {name: rates_of(profile, load) for name, profile in inventory.kinds.items()}
+
+    def best_first(self, mixes: Iterable[Mix]) -> list[Mix]:
+        """The mixes, the highest rate first; equal ones in an order that is the same in every run."""
+        return sorted(set(mixes), key=lambda mix: (-self.of(mix), mix))
 
     def of(self, mix: Mix) -> float:
         """Requests a second: the slower of both sides, or the sum of engines that do both."""

@@ -64,7 +64,7 @@ def search(judge: Judge, bounds: Bounds) -> Candidate | None:
     while best is not None:
         near = set(neighbours(best.mix, inventory)) - tried
         tried |= near
-        better = best_of(sorted(near, key=bounds.of, reverse=True), judge, inventory, best)
+        better = best_of(bounds.best_first(near), judge, inventory, best)
         if better is best:
             break
         best = better

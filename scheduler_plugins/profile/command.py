@@ -31,7 +31,9 @@ _SHOWN = 8
 
 
 def profile(
-    url: Annotated[str, typer.Option(help="Base URL of the engine: http://127.0.0.1:8000")],
+    url: Annotated[
+        str, typer.Option(help="Base URL of the engine: http://127.0.0.1:8000", show_default=False)
+    ] = "",
     out: Annotated[Path, typer.Option(help="File for the profile.", callback=checked)] = Path(
         "profile.json"
     ),
@@ -71,6 +73,18 @@ def profile(
             show_default=False,
         ),
     ] = None,
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="aisimulate: take step times from AISimulate's predictions, in place of --url; or aisimulate=PYTHON, the "
+            "Python that has it. Needs --model and --device. The profile is called estimated.",
+            show_default=False,
+        ),
+    ] = "",
+    device: Annotated[
+        str, typer.Option(help="With --from: the device, such as H100.", show_default=False)
+    ] = "",
     api_key: Annotated[
         str | None,
         typer.Option(envvar="VLLM_API_KEY", help="API key of the engine.", show_default=False),
@@ -90,10 +104,17 @@ def profile(
     from scheduler_plugins.profile.facts import facts
     from scheduler_plugins.profile.measure import Wanted
 
+    if bool(url) == bool(source):
+        said = "give --url of an engine, or --from aisimulate: one of both"
+        stderr.print(f"not measured: {said}", style="red", markup=False, highlight=False)
+        raise typer.Exit(FAILED)
+    if source:
+        _estimate(source, model, device, gpus, chunk_tokens, out, stderr)
+        return
     plan = Wanted(longest_tokens, most_batch, repeats, chunk_tokens)
     try:
         measured, samples, root = asyncio.run(_measure(url, api_key, plan, stderr))
-        measured_facts = facts(
+        described = facts(
             measured.model,
             measured.errors,
             samples,
@@ -101,12 +122,55 @@ def profile(
             gpus=gpus,
             start_s=start_s,
         )
-        save(out, measured_facts.profile)
+        save(out, described.profile)
     except (PDConnectorError, ProfileError, OSError) as error:
         said = f"not measured: {error}"
         stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
-    _show(measured, measured_facts, out, Console())
+    _show(measured, described, out, Console())
+
+
+def _estimate(
+    source: str, model: str, device: str, gpus: int, chunk_tokens: int, out: Path, stderr: Console
+) -> None:
+    """Write the profile that AISimulate's predictions give."""
+    from scheduler_plugins.cost.profile import ProfileError, save
+    from scheduler_plugins.planner.errors import PlanError
+    from scheduler_plugins.planner.estimate import CHUNK_TOKENS, read_model
+    from scheduler_plugins.profile import aisimulate
+
+    name, _, python = source.partition("=")
+    try:
+        if name != aisimulate.NAME:
+            raise ProfileError(
+                f"--from {source}: must be aisimulate, or aisimulate=/path/to/python"
+            )
+        if not model or not device:
+            raise ProfileError("--from needs --model (a folder with config.json) and --device")
+        sizes = read_model(Path(model))
+        chunk = chunk_tokens or CHUNK_TOKENS
+        described = aisimulate.profile(
+            sizes, _known_as(model, sizes.name), device, gpus, chunk, python
+        )
+        save(out, described)
+    except (ProfileError, PlanError, OSError) as error:
+        said = f"not estimated: {error}"
+        stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(FAILED) from None
+    errors = described.errors
+    Console().print(
+        f"estimated from {aisimulate.NAME}'s predictions, no engine was run: fitted to prefill {errors.prefill or 0:.1%}, "
+        f"decode {errors.decode or 0:.1%}, mixed {errors.mixed or 0:.1%}\nwritten: {out}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _known_as(model: str, name: str) -> str:
+    """The model's name on Hugging Face, if its config has one; else its folder."""
+    folder = Path(model) if Path(model).is_dir() else Path(model).parent
+    return name if "/" in name else str(folder.absolute())
 
 
 async def _measure(
@@ -131,7 +195,7 @@ async def _measure(
             return measured, await client.metrics(), client.root
 
 
-def _show(measured: Profile, measured_facts: Facts, out: Path, console: Console) -> None:
+def _show(measured: Profile, described: Facts, out: Path, console: Console) -> None:
     model = measured.model
     console.print(_table(measured.measured, measured))
     console.print(
@@ -149,13 +213,13 @@ def _show(measured: Profile, measured_facts: Facts, out: Path, console: Console)
         )
     else:
         console.print("steps with both were not measured: they count as the sum", highlight=False)
-    profile = measured_facts.profile
+    profile = described.profile
     console.print(
         f"room for {profile.kv_tokens:,.0f} tokens, {profile.kv_bytes_per_token:,.0f} bytes a token, start "
         f"{profile.start_s:g} s, {profile.gpus} GPU",
         highlight=False,
     )
-    for reason in measured_facts.unknown:
+    for reason in described.unknown:
         console.print(f"not known: {reason}", highlight=False, markup=False, soft_wrap=True)
     for reason in measured.left_out:
         console.print(f"left out: {reason}", highlight=False, markup=False)

@@ -39,7 +39,7 @@ def facts(
 
     Args:
         samples: of its `/metrics`.
-        model: folder of the model, or its `config.json`; a name without a folder here is not read.
+        model: folder of the model, or its `config.json`; a name without such a folder here is not read.
         gpus: of the engine.
         start_s: time from the start of the process until it serves; None: from `/metrics`.
     """

@@ -44,9 +44,7 @@ def test_the_search_has_what_the_exhaustive_one_has(tmp_path: Path, monkeypatch)
     assert ours.simulated == 60 * ours.runs
     monkeypatch.setattr(command, "alike", lambda: stock.nodes("H100", gpus=2))
     out = tmp_path / "out.json"
-    ended = CliRunner().invoke(
-        command.app, ["search", str(path), "--each", "50", "--json", str(out)]
-    )
+    ended = CliRunner().invoke(command.app, ["search", str(path), "--json", str(out)])
     assert ended.exit_code in (0, 1), ended.output
     names = {row["name"] for row in json.loads(out.read_text())}
     assert {"rate", "rate, other half", "simulated requests"} <= names

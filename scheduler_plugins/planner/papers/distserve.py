@@ -22,7 +22,7 @@ from scheduler_plugins.router.policies.base import Role
 
 def high(judge: Judge, bounds: Bounds) -> Candidate | None:
     """The best fleet with one tensor parallelism a side, over all nodes."""
-    mixes = sorted(set(_mixes(bounds.inventory)), key=bounds.of, reverse=True)
+    mixes = bounds.best_first(_mixes(bounds.inventory))
     return best_of(mixes, judge, bounds.inventory)
 
 
@@ -32,7 +32,7 @@ def low(judge: Judge, bounds: Bounds) -> Candidate | None:
     if len(nodes) < 2 or len({(node.device, node.gpus) for node in nodes}) > 1:
         return None
     unit = replace(bounds.inventory, nodes=nodes[:1])
-    mixes = sorted(set(_mixes(unit)), key=bounds.of, reverse=True)
+    mixes = bounds.best_first(_mixes(unit))
     best = best_of(mixes, judge, unit)
     if best is None:
         return None

@@ -16,7 +16,7 @@ from scheduler_plugins.router.policies.base import Role
 
 def splitwise(judge: Judge, bounds: Bounds) -> Candidate | None:
     """The best fleet with one kind of engine a phase."""
-    mixes = sorted(set(_mixes(bounds.inventory)), key=bounds.of, reverse=True)
+    mixes = bounds.best_first(_mixes(bounds.inventory))
     return best_of(mixes, judge, bounds.inventory)
 
 
