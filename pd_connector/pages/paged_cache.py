@@ -49,7 +49,7 @@ class PagedCache:
         geometry: what the layers hold.
         by_kernels: whether `pd_kernels` moves pages, on a CPU as plain torch. Default: if the cache is on a
             GPU and Triton is installed.
-        clears: whether a page may hold what is no number (NaN) in these layers, such as bytes of a state or of another
+        clears: whether a page may hold NaN in these layers, in bytes of a state or of another
             dtype. Attention reads a page whole: zero times NaN is NaN. So what a load leaves out of a page is zeroed.
 
     Raises:
