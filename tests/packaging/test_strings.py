@@ -134,7 +134,7 @@ def test_modules_that_settings_name_are_there(project: dict) -> None:
 
 
 def test_folders_that_the_makefile_names_are_there() -> None:
-    words = re.findall(r"\btests/[\w/]+", (ROOT / "Makefile").read_text())
+    words = re.findall(r"\btests/[\w/.]+", (ROOT / "Makefile").read_text())
     assert words
     assert not [word for word in words if not (ROOT / word).exists()]
 
