@@ -203,7 +203,8 @@ class PagedCache:
         fence: torch.cuda.Event | None = None,
     ) -> None:
         """Zero the pages that a load of tokens [first_token, stop_token) fills in part, before anything of it is written.
-        Nothing is done unless the cache `clears`. A page with tokens before the load stays: it held KV before.
+        Nothing is done unless the cache `clears`. A page with tokens before the load stays: it held KV before. No page of a
+        table that is `uncached` did.
 
         Args:
             tables: page ids by table, from the prompt's start; -1: none.
@@ -213,22 +214,23 @@ class PagedCache:
         """
         if not self._clears or stop_token <= first_token:
             return
+        zeroed = False
         with self._streamed(fence):
             for group in self.geometry.groups:
                 if group.kind == "state":
                     continue
                 tokens = group.page_size * self.geometry.stripe(group).size
                 table = tables[group.table]
+                held = 0 if group.table in self.geometry.uncached else first_token
                 partly = {stop_token // tokens} if stop_token % tokens else set()
                 if group.window:  # its first page may begin before the window
                     partly |= {number for number, page in enumerate(table) if page >= 0}
                 for number in partly:
-                    if (
-                        number * tokens >= first_token
-                        and number < len(table)
-                        and table[number] >= 0
-                    ):
+                    if number * tokens >= held and number < len(table) and table[number] >= 0:
                         self._layers.zero(group, table[number])
+                        zeroed = True
+            if zeroed:
+                self._wait()  # the page may be given back without another write here
 
     def scatter(
         self,

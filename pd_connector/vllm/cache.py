@@ -117,7 +117,7 @@ def _check_entries(name: str, tensor: torch.Tensor, pages: int, spec: "Attention
     """Raises UnsupportedGeometryError if a page does not have as many entries as its spec says. Treated as parts of pages,
     such pages would be pages of other requests."""
     entries = tensor.shape[0] * tensor.shape[2] // pages  # a kernel's page may be a part of vLLM's
-    if entries * spec.tokens_per_state != spec.block_size:
+    if spec.tokens_per_state < 1 or entries * spec.tokens_per_state != spec.block_size:
         raise UnsupportedGeometryError(
             f"cache of {name} keeps {entries} entries for the {spec.block_size} tokens of a page, and its spec says one for "
             f"{spec.tokens_per_state}: PDConnector moves caches with an entry for each token, or for each few tokens; serve "

@@ -69,6 +69,7 @@ def check_place(args: "EngineArgs", config: Config) -> None:
     except OSError as error:
         raise _not_here(config.host, error) from None
     ranks = args.tensor_parallel_size * args.pipeline_parallel_size * _engines_here(args)
+    ranks *= getattr(args, "prefill_context_parallel_size", 1)
     for key, value in (("control_port", config.control_port), ("data_port", config.data_port)):
         deadline = time.monotonic() + _PATIENCE_S
         while (free := _free(config.host, address, port_range(value), key)) < ranks:

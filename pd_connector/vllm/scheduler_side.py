@@ -146,9 +146,11 @@ class SchedulerSide:
             check_movable(request, parsed, whole=self._engine.attends_ahead)
             offers = parsed.do_remote_decode and not parsed.describe
             if offers and self._engine.produces and self._engine.left_tokens:
-                stop_after_prompt(request)
                 if not parsed.from_first_token:
                     leave_tokens(request, self._engine.left_tokens)
+                    if self.pool:
+                        self.pool.queued(request)  # its chunks are those of the shorter prompt
+                stop_after_prompt(request)
         except (ValueError, TypeError) as error:
             self._ignore(request, Cause.MALFORMED_PARAMS, str(error))
             return

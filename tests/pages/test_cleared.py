@@ -53,6 +53,14 @@ def test_a_page_that_a_load_fills_in_part_is_zeroed_first(
     assert cleared(memory, parts) == zero
 
 
+def test_no_page_of_a_table_that_no_prefix_fills_is_kept() -> None:
+    """vLLM has allocated them for this load, also those before its first token."""
+    pages, memory = cache(window=10, clears=True)
+    pages.geometry = msgspec.structs.replace(pages.geometry, uncached=(0,))
+    pages.clear(([-1, 3, 5],), 16, 24)
+    assert cleared(memory) == [3, 5]
+
+
 def test_pages_of_a_window_that_begins_within_them_are_zeroed() -> None:
     pages, memory = cache(window=10, clears=True)
     pages.clear(([-1, 3, 5],), 0, 24)

@@ -122,10 +122,12 @@ def test_logprobs_of_a_prompt_without_its_last_token_are_not_asked_for() -> None
     engine = engine_of()
     request = engine.add("a", 40, **OFFER)
     whole = engine.add("b", 40)
-    whole.sampling_params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    whole.sampling_params = SamplingParams(max_tokens=8, prompt_logprobs=1)
+    whole.max_tokens = 8
     whole.kv_transfer_params = dict(OFFER)
     engine.side.on_new_request(whole)
     assert whole.num_prompt_tokens == 40
+    assert whole.max_tokens == 8, "it is answered as if it had no parameters"
     assert request.num_prompt_tokens == 39
     assert not engine.side.offers._transfers.keys() - {"a"}
 
