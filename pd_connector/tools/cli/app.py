@@ -57,7 +57,7 @@ class Commands(EntryPoints):
         "pool": "Show, check or empty the KV pool of this user on this host.",
         "audit": "Have every pair of these engines compare one prompt, and print the verdict.",
         "bench": "Measure PDConnector beside its alternatives, in one run.",
-        "profile": "Time prefills and decode steps of a running vLLM from outside, and fit the cost model.",
+        "profile": "Time prefills, decode steps and steps with both on a running vLLM from outside, and fit the cost model.",
         "key": "Print a fresh key, for the variable PD_CONNECTOR_KEY of every engine.",
     }
 
