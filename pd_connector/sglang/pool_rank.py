@@ -38,7 +38,7 @@ from pd_connector.sglang.model import (
 )
 from pd_connector.sglang.pool_chunks import HeldChunks
 from pd_connector.sglang.pool_prompts import PoolPrompts
-from pd_connector.sglang.pool_settings import check_model
+from pd_connector.sglang.pool_settings import check_kv_pool, check_model
 from pd_connector.sglang.pool_thread import PoolThread
 from pd_connector.sglang.registry import global_rank
 from pd_connector.sglang.weights import SGLangWeights
@@ -161,6 +161,7 @@ class PoolRank:
 
         parallel = get_parallel()
         check_model(scheduler, parallel)
+        check_kv_pool(pool)
         opened = open_pool(config.pool)
         assert opened is not None
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_door.test_sglang_sparse import sparse
 from support.waits import until
 
 from pd_connector.agent.commands import ChangeModel
@@ -48,7 +49,7 @@ from pd_connector.sglang import pool_chunks, pool_hooks, pool_prompts
 from pd_connector.sglang.cache import describe_cache
 from pd_connector.sglang.pool import PoolLinker
 from pd_connector.sglang.pool_rank import PoolRank, RankCache
-from pd_connector.sglang.pool_settings import OPTIONS, check_arguments
+from pd_connector.sglang.pool_settings import OPTIONS, check_arguments, check_linker
 from pd_connector.sglang.settings import load_config
 from scheduler_plugins.sglang.plugin import report_pool
 
@@ -736,6 +737,22 @@ def test_what_cannot_be_beside_a_pool_is_refused_by_its_flag(
     check_arguments(SimpleNamespace())  # control
     with pytest.raises(ConfigError, match=named):
         check_arguments(SimpleNamespace(**given))
+
+
+def test_sparse_attention_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index keys would be loaded after SGLang is told that their layer is complete."""
+    alone = SimpleNamespace(attn_dp_size=1, attn_tp_rank=0, attn_tp_size=1)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: alone)
+    scheduler = SimpleNamespace(model_config=SimpleNamespace())
+    with pytest.raises(ConfigError, match=r"sparse attention \(DSA\)"):
+        PoolRank.of(scheduler, sparse(), Config(pool=True), lambda outcome: None)
+
+
+def test_recurrent_states_are_refused_by_name() -> None:
+    params = SimpleNamespace(page_size=64)
+    check_linker(SimpleNamespace(), params, {ComponentType.FULL})  # control
+    with pytest.raises(ConfigError, match="MAMBA"):
+        check_linker(SimpleNamespace(), params, {ComponentType.FULL, ComponentType.MAMBA})
 
 
 def test_an_audit_is_the_pools_alone() -> None:
