@@ -48,6 +48,14 @@ def test_loopback_needs_no_key(host: str) -> None:
     far_address(f"redis://{host}", sealed=False)
 
 
+def test_a_cluster_needs_a_key_also_on_loopback() -> None:
+    """The first node names the others, which can be anywhere."""
+    address = "redis://127.0.0.1:7000?cluster=1"
+    with pytest.raises(ConfigError, match=r"cluster's other nodes.*--key-file"):
+        far_address(address, sealed=False)
+    far_address(address, sealed=True)
+
+
 def test_names_that_only_look_like_loopback_are_not() -> None:
     assert not is_loopback("127.0.0.1.example")
     assert not is_loopback("localhost.example")
