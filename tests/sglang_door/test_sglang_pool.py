@@ -41,8 +41,10 @@ from pd_connector.config import CONFIG_VARIABLE, Config
 from pd_connector.errors import Cause, ConfigError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pool import load_breakeven
 from pd_connector.pool.advertised import ENGINE_VARIABLE
 from pd_connector.pool.settings import PoolSettings
+from pd_connector.pool.store.base import MEMORY
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
 from pd_connector.sglang import pool_chunks, pool_hooks, pool_prompts
@@ -509,6 +511,43 @@ def test_a_store_that_does_not_answer_costs_a_computation(
     )
     assert reader.ask(prompt(300)) == 0
     stop.set()
+
+
+def test_a_tier_that_was_silent_is_probed_and_used_again(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_breakeven, "FIRST_PAUSE_S", 0.05)
+    writer, reader = make(), make(write=False)
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    reader.rank.prompts.breakeven.silent(MEMORY, time.monotonic())
+
+    def loads() -> bool:
+        reader.flush()
+        return reader.ask(prompt(300)) == 256
+
+    assert not loads(), "control"
+    until(loads)
+
+
+def test_the_time_until_the_scheduler_looks_is_not_the_stores(
+    make: Make, store: LocalStore
+) -> None:
+    writer, reader = make(), make(write=False)
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    req = reader.request(prompt(300))
+    reader.arrive(req)
+    asked = reader.rank.prompts.get(req.rid)
+    assert asked is not None
+    until(lambda: asked.looked and all(chunk.done for chunk in asked.held))
+    time.sleep(0.05)
+    asked.began_s -= 100.0  # SGLang computes a long batch
+    for chunk in asked.held:
+        chunk.done_s -= 100.0
+    reader.wait(req)
+    speed = reader.rank.prompts.breakeven.bytes_per_s()[MEMORY]
+    assert speed > sum(hit.nbytes for hit in asked.hits) / 50
 
 
 def test_without_room_in_memory_the_rest_is_computed(
