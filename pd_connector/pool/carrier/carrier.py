@@ -39,7 +39,7 @@ _PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
 _MOST_WAITING = 1 << 14
 """Chunks that wait to be put. If there are more, ends of chains are left out."""
 _MOST_KNOWN = 1 << 18
-"""Chunks of which the carrier knows that the far store has them."""
+"""Chunks of which the carrier knows that the far store has them, and chunks that it did not take."""
 _MOST_BRINGING = 4096
 """Chunks on their way. More are refused."""
 
@@ -73,6 +73,7 @@ class Carrier:
         self._lock = threading.Lock()  # of what follows
         self._counts: Counter[str] = Counter()
         self._there: OrderedDict[bytes, Stored] = OrderedDict()
+        self._refused: OrderedDict[bytes, None] = OrderedDict()  # and too large, or damaged
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
         self._queued: list[bytes] = []
@@ -186,6 +187,7 @@ class Carrier:
                 after = page.next
                 with self._lock:
                     for event in page.events:
+                        self._refused.pop(event.key, None)
                         if not event.tier:
                             self._waiting.pop(event.key, None)
                         elif event.key not in self._there:
@@ -203,8 +205,7 @@ class Carrier:
                     logger.exception("carrier: %d chunks were not put", len(chunks))
                     with self._lock:
                         self._counts["failed"] += len(chunks)
-                        for chunk in chunks:
-                            self._waiting.pop(chunk.key, None)
+                    self._tried(chunks)
 
     def _next(self) -> list[Chunk]:
         """The chunks to be put next, each after its parent."""
@@ -234,7 +235,7 @@ class Carrier:
         while chunk := next(self._store.chunks([key]), None):
             chain.append(chunk)
             key = chunk.parent
-            if not key or key in self._there or key in seen:
+            if not key or key in self._there or key in self._refused or key in seen:
                 break
             seen.add(key)
         return chain[::-1]
@@ -254,10 +255,18 @@ class Carrier:
                         nbytes += packed.nbytes
                     stop += 1
                 self._put_batch(batch)
-            with self._lock:
-                for chunk in chunks[start:stop]:
-                    self._waiting.pop(chunk.key, None)
+            self._tried(chunks[start:stop])
             start = stop
+
+    def _tried(self, chunks: Sequence[Chunk]) -> None:
+        """These were put or not: they wait no longer, and children do not have those tried again that were not."""
+        with self._lock:
+            for chunk in chunks:
+                self._waiting.pop(chunk.key, None)
+                if chunk.key not in self._there:
+                    self._refused[chunk.key] = None
+            while len(self._refused) > _MOST_KNOWN:
+                self._refused.popitem(last=False)
 
     def _packed(self, chunk: Chunk) -> Packed | None:
         try:
