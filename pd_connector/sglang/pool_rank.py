@@ -276,6 +276,11 @@ class PoolRank:
         """Whether chunks of the pool are used for a request. The same on all ranks."""
         return self._settings.read and self.takes(req) and self.ask(req).read
 
+    @property
+    def saves(self) -> bool:
+        """Whether this engine saves chunks at all."""
+        return self._settings.write
+
     def writes(self, req: Any) -> bool:
         """Whether its chunks are saved. The same on all ranks."""
         return self._settings.write and self.ask(req).write

@@ -47,6 +47,7 @@ from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import MEMORY
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
+from pd_connector.sglang import pool as sglang_pool
 from pd_connector.sglang import pool_chunks, pool_hooks, pool_prompts
 from pd_connector.sglang.cache import describe_cache
 from pd_connector.sglang.pool import PoolLinker
@@ -560,6 +561,28 @@ def test_without_room_in_memory_the_rest_is_computed(
     assert found is not None
     monkeypatch.setattr(pool_chunks, "MOST_HELD_BYTES", int(2.5 * found.nbytes))
     assert reader.ask(prompt(700)) == 256
+
+
+def test_a_node_of_many_chunks_is_saved_in_turns(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_pool, "MOST_SAVES", 2)
+    engine = make()
+    engine.compute(engine.request(prompt(400)))
+    until(lambda: stored(store) == 2)
+    engine.compute(engine.request(prompt(400)))
+    until(lambda: stored(store) == 3, timeout_s=10)
+    assert not engine.linker._begun, "if the pool loses them, they are saved again"
+
+
+def test_what_a_request_keeps_out_of_the_pool_the_next_one_saves(
+    make: Make, store: LocalStore
+) -> None:
+    engine = make()
+    engine.compute(engine.request(prompt(300), write=False))
+    assert stored(store) == 0
+    engine.compute(engine.request(prompt(300)))
+    until(lambda: stored(store) == 2, timeout_s=10)
 
 
 def held(engine: Engine) -> int:
