@@ -130,8 +130,8 @@ class CarrierLink:
 
     @property
     def has_served(self) -> bool:
-        """Whether a carrier serves this host, or has: one that ended without a word leaves its socket."""
-        return os.path.lexists(self._path / SOCKET)
+        """Whether a carrier serves this host, or has: one that ended leaves its lock file."""
+        return any(os.path.lexists(self._path / name) for name in (SOCKET, f"{SOCKET}.lock"))
 
     @property
     def is_there(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from chunks import chain, save, there
 
 from pd_connector.pool.carrier.messages import SOCKET, new_socket
+from pd_connector.pool.carrier.server import CarrierServer
 from pd_connector.pool.store.local import LocalStore, Space
 from pd_connector.pool.store.reaching import ReachingStore
 
@@ -30,6 +31,14 @@ def test_a_missing_chunk_is_missing(store: ReachingStore) -> None:
         assert store.bring(keys[0])
     assert store.pin(keys, 1.0) == 2
     assert store.carrier.status() is None
+    assert not store.reaches_far
+
+
+def test_after_a_carrier_has_ended_in_order_it_is_known_that_there_was_one(
+    store: ReachingStore, tmp_path: Path
+) -> None:
+    CarrierServer(None, next(tmp_path.iterdir())).close()  # type: ignore[arg-type]
+    assert store.reaches_far
 
 
 def test_a_socket_that_a_dead_carrier_has_left_is_none(
