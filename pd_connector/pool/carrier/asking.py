@@ -197,17 +197,22 @@ class CarrierLink:
                 if not _is_over(channel):
                     return channel
                 channel.close()
-            if self._folder is None:
-                self._folder = SocketFolder(self._path)
-            path = self._folder.path
         channel = new_socket()
         try:
+            with self._lock:
+                if self._folder is None:
+                    self._folder = SocketFolder(self._path)
+                path = self._folder.path
             channel.settimeout(FIND_S)
             channel.connect(path)
             if not is_own_user(channel):
                 raise PermissionError("the carrier is of another user")
         except OSError as error:
             channel.close()
+            with self._lock:  # the folder may have been removed and made again
+                if self._folder is not None:
+                    self._folder.close()
+                    self._folder = None
             self._absent_until_s = time.monotonic() + _LOOKS_AGAIN_S
             raise AbsentError(*error.args) from None
         return channel
