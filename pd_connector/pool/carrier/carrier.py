@@ -67,7 +67,7 @@ class Carrier:
         self._store, self._seal, self._most_bytes = store, seal, most_bytes
         self._shown = without_secret(address)
         self._writer = f"carrier-{secrets.token_hex(8)}"
-        self._finds, self._gets, self._puts = (
+        self._clients = self._finds, self._gets, self._puts = tuple(
             FarClient(name, address, deadline_s) for name in ("find", "get", "put")
         )
         self._lock = threading.Lock()  # of what follows
@@ -119,7 +119,7 @@ class Carrier:
 
     def status(self) -> Status:
         """What was done so far."""
-        clients = self._finds, self._gets, self._puts
+        clients = self._clients
         with self._lock:
             counts = dict(self._counts)
             waiting = len(self._waiting)
@@ -135,13 +135,13 @@ class Carrier:
 
     def children(self) -> list[int]:
         """Process ids of the far clients that are ready."""
-        return [client.pid for client in (self._finds, self._gets, self._puts) if client.pid]
+        return [client.pid for client in self._clients if client.pid]
 
     def close(self) -> None:
         """End the threads and the far clients. Chunks stay."""
         self._ends.set()
         self._moves.set()
-        for client in (self._finds, self._gets, self._puts):
+        for client in self._clients:
             client.close()
         for thread in self._threads:
             thread.join()
@@ -180,8 +180,13 @@ class Carrier:
     # Putting
 
     def _follow(self) -> None:
-        after = 0
+        after = opened = 0
         while not self._ends.wait(_FOLLOWS_S):
+            if (count := sum(client.opened for client in self._clients)) > opened:
+                opened = count
+                with self._lock:  # the far store may have restarted, and have lost what it had
+                    self._there.clear()
+                    self._refused.clear()
             with contextlib.suppress(PoolError):
                 page = self._store.journal(after)
                 after = page.next

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a carrier puts into a far store that does not take everything, or loses what it had."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -25,6 +26,7 @@ class Far:
         self.objects: dict[str, int] = {}
         self.refuses: Callable[[str], bool] = lambda name: False
         self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
+        self.opened = 1
 
     def has(self, names: Sequence[str]) -> list[int]:
         return [self.objects.get(name, 0) for name in names]
@@ -87,3 +89,17 @@ def test_chunks_that_are_refused_are_tried_once(
     far.refuses = lambda name: False
     assert save(store, chain("other", 3)) == 3
     done(carrier, "put", 3)
+
+
+def test_after_the_far_store_was_opened_again_parents_are_put_again_with_a_child(
+    store: LocalStore, carrier: Carrier, far: Far
+) -> None:
+    keys = chain("prompt", 4)
+    assert save(store, keys[:3]) == 3
+    done(carrier, "put", 3)
+    far.objects.clear()  # it restarts
+    far.opened += 1
+    time.sleep(0.1)
+    assert save(store, keys[3:], keys[2]) == 1
+    done(carrier, "put", 4)
+    assert len(far.objects) == 4
