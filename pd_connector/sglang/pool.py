@@ -270,8 +270,8 @@ class PoolLinker(UnifiedCacheLinker):
         if load is None or not agreed:
             return False
         assert prompt is not None
-        taken = {id(held) for held in load.held}
-        prompt.held = [held for held in prompt.held if id(held) not in taken]
+        assert self._rank is not None
+        self._rank.prompts.take(prompt, load.held)
         self._queued[rid] = load
         return True
 

@@ -364,6 +364,11 @@ class PoolPrompts:
                     self._audit_until_s = now + 60.0
                 return
 
+    def take(self, prompt: PoolPrompt, chunks: Collection[HeldChunk]) -> None:
+        """A load has these chunks from now on, and releases them."""
+        with self._lock:
+            prompt.held = [held for held in prompt.held if held not in chunks]
+
     def release(self, rid: str) -> None:
         """A request needs its chunks no longer."""
         prompt = self._prompts.pop(rid, None)

@@ -61,6 +61,7 @@ _WANTED: dict[str, tuple[Any, ...]] = {
     "enable_session_radix_cache": (False,),
     "enable_streaming_session": (False,),
     "tokenizer_worker_num": (1,),
+    "nnodes": (1,),
     "pp_size": (1,),
     "dcp_size": (1,),
     "attn_cp_size": (1,),

@@ -38,7 +38,7 @@ from support.waits import until
 
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.config import CONFIG_VARIABLE, Config
-from pd_connector.errors import Cause, ConfigError
+from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool import load_breakeven
@@ -47,8 +47,8 @@ from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import MEMORY
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
+from pd_connector.sglang import hooks, plugin, pool_chunks, pool_hooks, pool_prompts
 from pd_connector.sglang import pool as sglang_pool
-from pd_connector.sglang import pool_chunks, pool_hooks, pool_prompts
 from pd_connector.sglang.cache import describe_cache
 from pd_connector.sglang.pool import PoolLinker
 from pd_connector.sglang.pool_rank import PoolRank, RankCache
@@ -786,6 +786,7 @@ def test_the_http_server_reports_the_pool_of_its_engine(monkeypatch: pytest.Monk
         ({"enable_lora": True}, "--enable-lora"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"pp_size": 2}, "--pp-size"),
+        ({"nnodes": 2}, "--nnodes"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         (
             {"unified_cache_external_linker_config": {"a": 1}},
@@ -815,6 +816,20 @@ def test_recurrent_states_are_refused_by_name() -> None:
     check_linker(SimpleNamespace(), params, {ComponentType.FULL})  # control
     with pytest.raises(ConfigError, match="MAMBA"):
         check_linker(SimpleNamespace(), params, {ComponentType.FULL, ComponentType.MAMBA})
+
+
+def test_an_sglang_without_a_linker_keeps_the_backend_unless_the_engine_has_a_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The backend's own functions are checked in any case."""
+    assert plugin._pool_hooks() == hooks.POOL_HOOKS, "control"
+    missing = hooks.Hook("sglang.srt.no_linker.Wrapper.match", ("self",), lambda *_: None)
+    monkeypatch.setattr(plugin, "POOL_HOOKS", (missing,))
+    monkeypatch.setenv(CONFIG_VARIABLE, "")
+    assert plugin._pool_hooks() == ()
+    monkeypatch.setenv(CONFIG_VARIABLE, '{"pool": true}')
+    with pytest.raises(PDConnectorError, match="no_linker"):
+        plugin._pool_hooks()
 
 
 def test_an_audit_is_the_pools_alone() -> None:

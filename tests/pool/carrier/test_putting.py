@@ -62,7 +62,7 @@ def carrier(store: LocalStore, far: Far) -> Iterator[Carrier]:
 
 
 def done(carrier: Carrier, count: str, number: int) -> None:
-    """Until nothing waits to be put, and this was counted so often."""
+    """Until this was counted `number` times, and nothing waits to be put."""
     until(lambda: carrier.status().counts.get(count, 0) >= number, count)
     until(lambda: not carrier.status().waiting, "no chunk waits")
 
