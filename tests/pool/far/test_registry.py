@@ -74,6 +74,19 @@ def test_the_password_is_never_shown() -> None:
     assert without_secret("redis://h:6379") == "redis://h:6379"
 
 
+@pytest.mark.parametrize(
+    "password", ["sec:ret", "sec@ret", "sec/ret", "12/ret", "1?ret", "s[ret", "sec#ret"]
+)
+def test_a_password_that_is_not_encoded_is_never_shown(password: str) -> None:
+    address = f"redis://u:{password}@h:1/0"
+    assert without_secret(address) == "redis://u:***@h:1/0"
+    with pytest.raises(ConfigError) as raised:
+        far_address(address, sealed=False)
+    assert "sec" not in str(raised.value)
+    assert "ret" not in str(raised.value)
+    assert raised.value.__cause__ is None
+
+
 def test_an_engine_does_not_import_a_client() -> None:
     program = (
         "import sys, pd_connector.pool.host, pd_connector.pool.store.reaching; "
