@@ -251,6 +251,9 @@ HOOKS = (
         _late("model.config_made"),
     ),
     Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), _state),
+)
+
+POOL_HOOKS = (
     Hook(
         "sglang.srt.arg_groups.pipeline.run_resolution_pipeline",
         ("server_args",),
@@ -271,3 +274,4 @@ HOOKS = (
         _late("pool_hooks.offloads_node"),
     ),
 )
+"""For the KV pool. Engines without one do not need them."""

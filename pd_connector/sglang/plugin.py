@@ -11,7 +11,8 @@ import pkgutil
 from importlib.metadata import version
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.sglang.hooks import HOOKS, Hook
+from pd_connector.sglang.hooks import HOOKS, POOL_HOOKS, Hook
+from pd_connector.sglang.pool_settings import uses_pool
 from pd_connector.sglang.settings import BACKEND
 from pd_connector.versions import SGLANG
 
@@ -48,11 +49,25 @@ def _register() -> None:
         )
     for hook in HOOKS:
         _check(hook)
+    hooks = (*HOOKS, *_pool_hooks())
     if not _add_member():
         return  # registered before
     add_disagg_transfer_backend_choices([BACKEND])
-    for hook in HOOKS:
+    for hook in hooks:
         HookRegistry.register(hook.target, hook.around, HookType.AROUND)
+
+
+def _pool_hooks() -> tuple[Hook, ...]:
+    """The hooks of the KV pool; none if this SGLang lacks them and the engine has no pool."""
+    try:
+        for hook in POOL_HOOKS:
+            _check(hook)
+    except PDConnectorError as error:
+        if uses_pool():
+            raise
+        logger.warning("SGLang %s cannot use the KV pool: %s", _installed(), error)
+        return ()
+    return POOL_HOOKS
 
 
 def _installed() -> str:

@@ -13,7 +13,7 @@ SGLang aborts requests whose load fails once it has started. So everything that 
 import logging
 import threading
 from array import array
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,6 +43,8 @@ logger = logging.getLogger("pd_connector.sglang")
 
 MOST_SAVES = 64
 """Chunks whose pages are kept for saves at a time. More are not saved: their pages would be missed."""
+_MOST_BEGUN = 1 << 16
+"""Chunks of nodes that are saved in several turns, of which it is known that they had theirs."""
 _IDLE_S = 0.002
 """Longest pause of an idle scheduler while requests wait for chunks, in seconds."""
 
@@ -102,6 +104,7 @@ class PoolLinker(UnifiedCacheLinker):
         self._jobs: dict[str, _Offload] = {}
         self._lock = threading.Lock()  # of `_jobs` and what they change
         self._numbered = 0
+        self._begun: OrderedDict[bytes, None] = OrderedDict()  # of nodes with too many chunks
         self._queued: dict[str, _Load] = {}
         self._copier = ThreadPoolExecutor(1, "pd-pool-copy")
 
@@ -267,8 +270,8 @@ class PoolLinker(UnifiedCacheLinker):
         if load is None or not agreed:
             return False
         assert prompt is not None
-        taken = {id(held) for held in load.held}
-        prompt.held = [held for held in prompt.held if id(held) not in taken]
+        assert self._rank is not None
+        self._rank.prompts.take(prompt, load.held)
         self._queued[rid] = load
         return True
 
@@ -388,20 +391,35 @@ class PoolLinker(UnifiedCacheLinker):
             return []
         pages = (slots[:: self._page_size] // self._page_size).tolist()
         jobs: list[Save | Fill] = []
+        begun: list[bytes] = []
         for chunk in chunks:
+            compares = chunk.key in rank.prompts.audit
+            if chunk.key in self._begun and not compares:
+                continue
             name = self._name(offload, len(jobs))
-            if name is None:
+            if name is None:  # when SGLang offers the node again, the other chunks have their turn
                 offload.stored = False
+                self._begun.update(dict.fromkeys(begun))
+                while len(self._begun) > _MOST_BEGUN:
+                    self._begun.popitem(last=False)
                 break
             first, stop = (
                 token // self._page_size for token in (chunk.first_token, chunk.stop_token)
             )
-            if rank.prompts.audit.pop(chunk.key, None) is not None:
+            begun.append(chunk.key)
+            if compares:
+                rank.prompts.audit.pop(chunk.key, None)
                 jobs.append(_comparison(name, model, chunk, [-1] * first + pages[first:stop]))
             elif rank.writes(req):
                 jobs.append(Save(name, model, chunk, (pages[first:stop],), rank.tenant(req)))
             else:
+                begun.pop()
                 self._ended(Saved(name))
+                if rank.saves:  # another request with this prompt may want it saved
+                    offload.stored = False
+        else:
+            for chunk in chunks:
+                self._begun.pop(chunk.key, None)
         return jobs
 
     def _name(self, offload: _Offload, jobs: int) -> str | None:
@@ -448,6 +466,7 @@ class PoolLinker(UnifiedCacheLinker):
             self.cancel_queued_load(rid)
         self._copier.submit(lambda: None).result()
         self._offloads.clear()
+        self._begun.clear()
         self.layer_done_counter.reset()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ Whatever becomes of a chunk's files afterwards, a chunk that is held here can be
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class HeldChunk:
         ready: the chunk; None while it is read, and if it cannot be used.
         problem: why it cannot be used.
         done: whether it was read, or cannot be.
+        done_s: since when, on the steady clock.
     """
 
     chunk: PromptChunk
@@ -63,6 +65,7 @@ class HeldChunk:
     ready: Ready | None = None
     problem: tuple[Miss | str, str] | None = None
     done: bool = False
+    done_s: float = 0.0
 
 
 class HeldChunks:
@@ -144,7 +147,7 @@ class HeldChunks:
             logger.exception("pool: a chunk was not read")
             held.problem = "failed", repr(error)
         with self._lock:
-            held.done = True
+            held.done, held.done_s = True, time.monotonic()
             if held.users == 0:
                 self._drop(held)
         self._progressed()

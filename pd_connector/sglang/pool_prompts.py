@@ -10,10 +10,10 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from pd_connector.errors import Cause, Miss
+from pd_connector.errors import Cause, Miss, PoolError
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, root, salt_digest, token_bytes
@@ -130,6 +130,8 @@ class PoolPrompts:
         self._counts = counts
         self._prompts: dict[str, PoolPrompt] = {}
         self._thread = ThreadPoolExecutor(1, "pd-pool-look")
+        self._probes = ThreadPoolExecutor(1, "pd-pool-probe")
+        self._probing: Future[None] | None = None
         self._answers = Answers()
         self._lock = threading.Lock()  # of what the look-up's thread changes
         self.breakeven = LoadBreakeven()
@@ -190,6 +192,11 @@ class PoolPrompts:
             with self._lock:
                 missing = [(each.tier, each.nbytes) for each in hits[prompt.first :]]
                 pays = min(prompt.first, len(hits)) + self.breakeven.chunks(missing, now)
+                idle = pays < len(hits) and (self._probing is None or self._probing.done())
+                probed = self.breakeven.probe(missing, now) if idle else None
+            if probed is not None:
+                key, hit = chunks[prompt.first + probed].key, hits[prompt.first + probed]
+                self._probing = self._probes.submit(self._probe, key, hit)
             if pays < len(hits):
                 self._miss(len(hits) - pays, Miss.NOT_WORTH)
             prompt.chunks = chunks
@@ -210,6 +217,20 @@ class PoolPrompts:
         prompt.moved_s = time.monotonic()
         prompt.looked = True
         self.progress.set()
+
+    def _probe(self, key: bytes, hit: Found) -> None:
+        """Read a chunk to measure the store. No request waits for it."""
+        began_s = time.monotonic()
+        try:
+            if (stored := self._store.bring(key)) is None:
+                return
+            for part in stored.parts:
+                with self._store.read(key, part) as reading:
+                    reading.into(memoryview(bytearray(reading.nbytes)), 0)
+        except PoolError:
+            return
+        with self._lock:
+            self.breakeven.probed(hit.tier, hit.nbytes, time.monotonic() - began_s)
 
     def _answered(self, seconds: float, now: float) -> None:
         if seconds < _SLOW_S:
@@ -313,10 +334,10 @@ class PoolPrompts:
             nbytes = sum(hit.nbytes for hit in prompt.hits[: len(used)])
             if used:
                 self.chunk_bytes = nbytes // len(used)
-            if used and not spare and len(tiers) == 1:
-                self.breakeven.loaded(
-                    tiers.pop(), nbytes, max(1e-6, prompt.moved_s - prompt.began_s)
-                )
+            # When the last one was read, not when the scheduler has looked. Read before: for another request.
+            seconds = max((held.done_s for held in used), default=0.0) - prompt.began_s
+            if seconds > 0 and not spare and len(tiers) == 1:
+                self.breakeven.loaded(tiers.pop(), nbytes, seconds)
         for held in spare:
             self.held.release(held)
 
@@ -343,6 +364,11 @@ class PoolPrompts:
                     self._audit_until_s = now + 60.0
                 return
 
+    def take(self, prompt: PoolPrompt, chunks: Collection[HeldChunk]) -> None:
+        """A load has these chunks from now on, and releases them."""
+        with self._lock:
+            prompt.held = [held for held in prompt.held if held not in chunks]
+
     def release(self, rid: str) -> None:
         """A request needs its chunks no longer."""
         prompt = self._prompts.pop(rid, None)
@@ -368,7 +394,8 @@ class PoolPrompts:
 
     def close(self) -> None:
         self.clear()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._probes):
+            thread.shutdown(wait=False, cancel_futures=True)
         self.held.close()
 
     def _let_go(self, prompt: PoolPrompt) -> None:

@@ -38,7 +38,7 @@ from pd_connector.sglang.model import (
 )
 from pd_connector.sglang.pool_chunks import HeldChunks
 from pd_connector.sglang.pool_prompts import PoolPrompts
-from pd_connector.sglang.pool_settings import check_model
+from pd_connector.sglang.pool_settings import check_kv_pool, check_model
 from pd_connector.sglang.pool_thread import PoolThread
 from pd_connector.sglang.registry import global_rank
 from pd_connector.sglang.weights import SGLangWeights
@@ -161,6 +161,7 @@ class PoolRank:
 
         parallel = get_parallel()
         check_model(scheduler, parallel)
+        check_kv_pool(pool)
         opened = open_pool(config.pool)
         assert opened is not None
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
@@ -274,6 +275,11 @@ class PoolRank:
     def reads(self, req: Any) -> bool:
         """Whether chunks of the pool are used for a request. The same on all ranks."""
         return self._settings.read and self.takes(req) and self.ask(req).read
+
+    @property
+    def saves(self) -> bool:
+        """Whether this engine saves chunks at all."""
+        return self._settings.write
 
     def writes(self, req: Any) -> bool:
         """Whether its chunks are saved. The same on all ranks."""

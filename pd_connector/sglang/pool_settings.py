@@ -61,6 +61,7 @@ _WANTED: dict[str, tuple[Any, ...]] = {
     "enable_session_radix_cache": (False,),
     "enable_streaming_session": (False,),
     "tokenizer_worker_num": (1,),
+    "nnodes": (1,),
     "pp_size": (1,),
     "dcp_size": (1,),
     "attn_cp_size": (1,),
@@ -122,3 +123,12 @@ def check_model(scheduler: Any, parallel: Any) -> None:
         )
     if parallel.attn_dp_size > 1:
         raise ConfigError("--enable-dp-attention: not supported beside the KV pool of PDConnector")
+
+
+def check_kv_pool(pool: Any) -> None:
+    """Raises ConfigError if a prompt's KV has parts that a load would not wait for."""
+    if getattr(pool, "use_dsa", False):
+        raise ConfigError(
+            "sparse attention (DSA): the KV pool of PDConnector does not keep index keys of SGLang in this version; serve "
+            f"this model without the config key `pool` in {CONFIG_VARIABLE}"
+        )

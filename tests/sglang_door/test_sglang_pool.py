@@ -33,22 +33,26 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_door.test_sglang_sparse import sparse
 from support.waits import until
 
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.config import CONFIG_VARIABLE, Config
-from pd_connector.errors import Cause, ConfigError
+from pd_connector.errors import Cause, ConfigError, PDConnectorError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pool import load_breakeven
 from pd_connector.pool.advertised import ENGINE_VARIABLE
 from pd_connector.pool.settings import PoolSettings
+from pd_connector.pool.store.base import MEMORY
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.sglang import pool_chunks, pool_hooks, pool_prompts
+from pd_connector.sglang import hooks, plugin, pool_chunks, pool_hooks, pool_prompts
+from pd_connector.sglang import pool as sglang_pool
 from pd_connector.sglang.cache import describe_cache
 from pd_connector.sglang.pool import PoolLinker
 from pd_connector.sglang.pool_rank import PoolRank, RankCache
-from pd_connector.sglang.pool_settings import OPTIONS, check_arguments
+from pd_connector.sglang.pool_settings import OPTIONS, check_arguments, check_linker
 from pd_connector.sglang.settings import load_config
 from scheduler_plugins.sglang.plugin import report_pool
 
@@ -510,6 +514,43 @@ def test_a_store_that_does_not_answer_costs_a_computation(
     stop.set()
 
 
+def test_a_tier_that_was_silent_is_probed_and_used_again(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_breakeven, "FIRST_PAUSE_S", 0.05)
+    writer, reader = make(), make(write=False)
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    reader.rank.prompts.breakeven.silent(MEMORY, time.monotonic())
+
+    def loads() -> bool:
+        reader.flush()
+        return reader.ask(prompt(300)) == 256
+
+    assert not loads(), "control"
+    until(loads)
+
+
+def test_the_time_until_the_scheduler_looks_is_not_the_stores(
+    make: Make, store: LocalStore
+) -> None:
+    writer, reader = make(), make(write=False)
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    req = reader.request(prompt(300))
+    reader.arrive(req)
+    asked = reader.rank.prompts.get(req.rid)
+    assert asked is not None
+    until(lambda: asked.looked and all(chunk.done for chunk in asked.held))
+    time.sleep(0.05)
+    asked.began_s -= 100.0  # SGLang computes a long batch
+    for chunk in asked.held:
+        chunk.done_s -= 100.0
+    reader.wait(req)
+    speed = reader.rank.prompts.breakeven.bytes_per_s()[MEMORY]
+    assert speed > sum(hit.nbytes for hit in asked.hits) / 50
+
+
 def test_without_room_in_memory_the_rest_is_computed(
     make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,6 +561,28 @@ def test_without_room_in_memory_the_rest_is_computed(
     assert found is not None
     monkeypatch.setattr(pool_chunks, "MOST_HELD_BYTES", int(2.5 * found.nbytes))
     assert reader.ask(prompt(700)) == 256
+
+
+def test_a_node_of_many_chunks_is_saved_in_turns(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_pool, "MOST_SAVES", 2)
+    engine = make()
+    engine.compute(engine.request(prompt(400)))
+    until(lambda: stored(store) == 2)
+    engine.compute(engine.request(prompt(400)))
+    until(lambda: stored(store) == 3, timeout_s=10)
+    assert not engine.linker._begun, "if the pool loses them, they are saved again"
+
+
+def test_what_a_request_keeps_out_of_the_pool_the_next_one_saves(
+    make: Make, store: LocalStore
+) -> None:
+    engine = make()
+    engine.compute(engine.request(prompt(300), write=False))
+    assert stored(store) == 0
+    engine.compute(engine.request(prompt(300)))
+    until(lambda: stored(store) == 2, timeout_s=10)
 
 
 def held(engine: Engine) -> int:
@@ -723,6 +786,7 @@ def test_the_http_server_reports_the_pool_of_its_engine(monkeypatch: pytest.Monk
         ({"enable_lora": True}, "--enable-lora"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"pp_size": 2}, "--pp-size"),
+        ({"nnodes": 2}, "--nnodes"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         (
             {"unified_cache_external_linker_config": {"a": 1}},
@@ -736,6 +800,36 @@ def test_what_cannot_be_beside_a_pool_is_refused_by_its_flag(
     check_arguments(SimpleNamespace())  # control
     with pytest.raises(ConfigError, match=named):
         check_arguments(SimpleNamespace(**given))
+
+
+def test_sparse_attention_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index keys would be loaded after SGLang is told that their layer is complete."""
+    alone = SimpleNamespace(attn_dp_size=1, attn_tp_rank=0, attn_tp_size=1)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: alone)
+    scheduler = SimpleNamespace(model_config=SimpleNamespace())
+    with pytest.raises(ConfigError, match=r"sparse attention \(DSA\)"):
+        PoolRank.of(scheduler, sparse(), Config(pool=True), lambda outcome: None)
+
+
+def test_recurrent_states_are_refused_by_name() -> None:
+    params = SimpleNamespace(page_size=64)
+    check_linker(SimpleNamespace(), params, {ComponentType.FULL})  # control
+    with pytest.raises(ConfigError, match="MAMBA"):
+        check_linker(SimpleNamespace(), params, {ComponentType.FULL, ComponentType.MAMBA})
+
+
+def test_an_sglang_without_a_linker_keeps_the_backend_unless_the_engine_has_a_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The backend's own functions are checked in any case."""
+    assert plugin._pool_hooks() == hooks.POOL_HOOKS, "control"
+    missing = hooks.Hook("sglang.srt.no_linker.Wrapper.match", ("self",), lambda *_: None)
+    monkeypatch.setattr(plugin, "POOL_HOOKS", (missing,))
+    monkeypatch.setenv(CONFIG_VARIABLE, "")
+    assert plugin._pool_hooks() == ()
+    monkeypatch.setenv(CONFIG_VARIABLE, '{"pool": true}')
+    with pytest.raises(PDConnectorError, match="no_linker"):
+        plugin._pool_hooks()
 
 
 def test_an_audit_is_the_pools_alone() -> None:

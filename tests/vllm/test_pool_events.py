@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.store.base import DISK, MEMORY
+from pd_connector.pool.store.base import DISK, FAR, MEMORY, Found
 from pd_connector.pool.store.folder import Folder
 from pd_connector.vllm.pool import events as pool_events
 from scheduler_plugins.router.index.events import decode
@@ -109,19 +109,34 @@ def test_a_chunk_that_comes_while_later_ones_are_looked_for_is_told_before_them(
     events(engine, CHUNKS)
     told = engine.side.pool.events
     told.close()
-    keys, find, late = list(told._advertised), engine.store.find, [True]
+    keys, chunks, late = list(told._advertised), engine.store.chunks, [True]
 
     def finds(asked: Sequence[bytes]) -> Any:
         if list(asked) == keys[:1] and late:
             late.clear()
-            return [None]
-        return find(asked)
+            return iter(())
+        return chunks(asked)
 
-    monkeypatch.setattr(engine.store, "find", finds)
+    monkeypatch.setattr(engine.store, "chunks", finds)
     for key in keys:
         told._queries.put(key)
     told._look()
     assert [told._places.get() for _ in keys] == [(key, MEMORY) for key in keys]
+
+
+def test_a_chunk_that_only_a_far_store_has_is_not_told_as_this_hosts(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = telling(make, "a")
+    run(engine, "a")
+    events(engine, CHUNKS)
+    told = engine.side.pool.events
+    told.close()
+    far = b"f" * 32
+    monkeypatch.setattr(engine.store, "find", lambda keys: [Found(FAR, (), 9) for _ in keys])
+    told._queries.put(far)
+    told._look()
+    assert told._places.get() == (far, "")
 
 
 def test_a_chunk_is_told_that_was_looked_for_just_before_it_could_be_found(

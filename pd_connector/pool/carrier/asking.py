@@ -130,8 +130,8 @@ class CarrierLink:
 
     @property
     def has_served(self) -> bool:
-        """Whether a carrier serves this host, or has: one that ended without a word leaves its socket."""
-        return os.path.lexists(self._path / SOCKET)
+        """Whether a carrier serves this host, or has: one that ended leaves its lock file."""
+        return any(os.path.lexists(self._path / name) for name in (SOCKET, f"{SOCKET}.lock"))
 
     @property
     def is_there(self) -> bool:
@@ -197,17 +197,22 @@ class CarrierLink:
                 if not _is_over(channel):
                     return channel
                 channel.close()
-            if self._folder is None:
-                self._folder = SocketFolder(self._path)
-            path = self._folder.path
         channel = new_socket()
         try:
+            with self._lock:
+                if self._folder is None:
+                    self._folder = SocketFolder(self._path)
+                path = self._folder.path
             channel.settimeout(FIND_S)
             channel.connect(path)
             if not is_own_user(channel):
                 raise PermissionError("the carrier is of another user")
         except OSError as error:
             channel.close()
+            with self._lock:  # the folder may have been removed and made again
+                if self._folder is not None:
+                    self._folder.close()
+                    self._folder = None
             self._absent_until_s = time.monotonic() + _LOOKS_AGAIN_S
             raise AbsentError(*error.args) from None
         return channel

@@ -39,7 +39,7 @@ _PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
 _MOST_WAITING = 1 << 14
 """Chunks that wait to be put. If there are more, ends of chains are left out."""
 _MOST_KNOWN = 1 << 18
-"""Chunks of which the carrier knows that the far store has them."""
+"""Chunks of which the carrier knows that the far store has them, and chunks that it did not take."""
 _MOST_BRINGING = 4096
 """Chunks on their way. More are refused."""
 
@@ -67,12 +67,13 @@ class Carrier:
         self._store, self._seal, self._most_bytes = store, seal, most_bytes
         self._shown = without_secret(address)
         self._writer = f"carrier-{secrets.token_hex(8)}"
-        self._finds, self._gets, self._puts = (
+        self._clients = self._finds, self._gets, self._puts = tuple(
             FarClient(name, address, deadline_s) for name in ("find", "get", "put")
         )
         self._lock = threading.Lock()  # of what follows
         self._counts: Counter[str] = Counter()
         self._there: OrderedDict[bytes, Stored] = OrderedDict()
+        self._refused: OrderedDict[bytes, None] = OrderedDict()  # and too large, or damaged
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
         self._queued: list[bytes] = []
@@ -118,7 +119,7 @@ class Carrier:
 
     def status(self) -> Status:
         """What was done so far."""
-        clients = self._finds, self._gets, self._puts
+        clients = self._clients
         with self._lock:
             counts = dict(self._counts)
             waiting = len(self._waiting)
@@ -134,13 +135,13 @@ class Carrier:
 
     def children(self) -> list[int]:
         """Process ids of the far clients that are ready."""
-        return [client.pid for client in (self._finds, self._gets, self._puts) if client.pid]
+        return [client.pid for client in self._clients if client.pid]
 
     def close(self) -> None:
         """End the threads and the far clients. Chunks stay."""
         self._ends.set()
         self._moves.set()
-        for client in (self._finds, self._gets, self._puts):
+        for client in self._clients:
             client.close()
         for thread in self._threads:
             thread.join()
@@ -179,13 +180,19 @@ class Carrier:
     # Putting
 
     def _follow(self) -> None:
-        after = 0
+        after = opened = 0
         while not self._ends.wait(_FOLLOWS_S):
+            if (count := sum(client.opened for client in self._clients)) > opened:
+                opened = count
+                with self._lock:  # the far store may have restarted, and have lost what it had
+                    self._there.clear()
+                    self._refused.clear()
             with contextlib.suppress(PoolError):
                 page = self._store.journal(after)
                 after = page.next
                 with self._lock:
                     for event in page.events:
+                        self._refused.pop(event.key, None)
                         if not event.tier:
                             self._waiting.pop(event.key, None)
                         elif event.key not in self._there:
@@ -203,8 +210,7 @@ class Carrier:
                     logger.exception("carrier: %d chunks were not put", len(chunks))
                     with self._lock:
                         self._counts["failed"] += len(chunks)
-                        for chunk in chunks:
-                            self._waiting.pop(chunk.key, None)
+                    self._tried(chunks)
 
     def _next(self) -> list[Chunk]:
         """The chunks to be put next, each after its parent."""
@@ -234,7 +240,7 @@ class Carrier:
         while chunk := next(self._store.chunks([key]), None):
             chain.append(chunk)
             key = chunk.parent
-            if not key or key in self._there or key in seen:
+            if not key or key in self._there or key in self._refused or key in seen:
                 break
             seen.add(key)
         return chain[::-1]
@@ -254,10 +260,18 @@ class Carrier:
                         nbytes += packed.nbytes
                     stop += 1
                 self._put_batch(batch)
-            with self._lock:
-                for chunk in chunks[start:stop]:
-                    self._waiting.pop(chunk.key, None)
+            self._tried(chunks[start:stop])
             start = stop
+
+    def _tried(self, chunks: Sequence[Chunk]) -> None:
+        """These were put or not: they wait no longer, and children do not have those tried again that were not."""
+        with self._lock:
+            for chunk in chunks:
+                self._waiting.pop(chunk.key, None)
+                if chunk.key not in self._there:
+                    self._refused[chunk.key] = None
+            while len(self._refused) > _MOST_KNOWN:
+                self._refused.popitem(last=False)
 
     def _packed(self, chunk: Chunk) -> Packed | None:
         try:

@@ -52,7 +52,7 @@ class FarClient:
         self._ends, self._broken = threading.Event(), threading.Event()
         self._ready: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.problem = "is being opened"
-        self.killed = 0
+        self.killed = self.opened = 0
         self._keeper = threading.Thread(target=self._keep, name=f"pd-far-{name}", daemon=True)
         self._keeper.start()
 
@@ -230,6 +230,7 @@ class FarClient:
                     raise SilentError(f"could not be opened within {START_S:g} s") from None
         if answer.problem:
             raise SilentError(f"could not be opened: {answer.problem}")
+        self.opened += 1
         self._ready, self.problem = (process, channel), ""
         logger.info("far store (%s): in use", self._name)
 

@@ -107,6 +107,10 @@ class SocketFolder:
         """A short path of the socket."""
         return f"/proc/self/fd/{self._descriptor}/{SOCKET}"
 
+    def is_at(self, folder: Path) -> bool:
+        """Whether this is still the folder at that path. Raises OSError if there is none."""
+        return os.path.samestat(os.fstat(self._descriptor), os.stat(folder))
+
     def close(self) -> None:
         """Close the folder."""
         os.close(self._descriptor)

@@ -34,6 +34,8 @@ from pd_connector.pool.carrier.messages import (
 logger = logging.getLogger("pd_connector.pool.carrier")
 
 _MOST_CONNECTIONS = 256
+_LOOKS_EVERY_S = 1.0
+"""How often the carrier looks whether its folder is still the one that engines see, in seconds."""
 _SENDS_S = 1.0
 """Longest time in which an engine takes its answer, in seconds. Then it is disconnected."""
 
@@ -46,31 +48,17 @@ class CarrierServer:
     """
 
     def __init__(self, carrier: Carrier, folder: Path) -> None:
-        self._carrier = carrier
-        self._folder = SocketFolder(folder)
-        self._lock = os.open(
-            folder / f"{SOCKET}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            self._folder.close()
-            raise ConfigError(
-                f"{folder}: another carrier serves this pool: a host has one carrier; end the other one first"
-            ) from None
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._folder.path)
-        self._listener = new_socket()
-        self._listener.bind(self._folder.path)
-        self._listener.listen(_MOST_CONNECTIONS)
+        self._carrier, self._path = carrier, folder
+        self._folder, self._lock, self._listener = _listening(folder)
         self._connections: set[socket.socket] = set()
         self._ended = False
+        self._binding = threading.Lock()  # while the three are replaced, and at the end
         threading.Thread(target=self._accept, name="pd-carrier-accept", daemon=True).start()
 
     def close(self) -> None:
         """Hang up, and remove the socket."""
-        self._ended = True
+        with self._binding:
+            self._ended = True
         with contextlib.suppress(OSError):
             os.unlink(self._folder.path)
         for each in (self._listener, *list(self._connections)):
@@ -84,6 +72,9 @@ class CarrierServer:
         while not self._ended:
             try:
                 channel, _ = self._listener.accept()
+            except TimeoutError:
+                self._follow_folder()
+                continue
             except OSError:  # the end, or no descriptor is left
                 time.sleep(BEAT_S)
                 continue
@@ -92,6 +83,22 @@ class CarrierServer:
                 continue
             self._connections.add(channel)
             threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+
+    def _follow_folder(self) -> None:
+        """If the folder was removed and made again, listen in the new one: engines look there."""
+        with self._binding, contextlib.suppress(OSError):
+            if self._ended or self._folder.is_at(self._path):
+                return
+            try:
+                made = _listening(self._path)
+            except ConfigError as error:
+                logger.warning("carrier: %s", error)
+                return
+            self._listener.close()
+            os.close(self._lock)
+            self._folder.close()
+            self._folder, self._lock, self._listener = made
+            logger.warning("carrier: %s was made again; it listens there now", self._path)
 
     def _serve(self, channel: socket.socket) -> None:
         try:
@@ -116,6 +123,29 @@ class CarrierServer:
             futures = self._carrier.bring(message.keys)
             if message.waits and futures:
                 _send(channel, encode(_ended(channel, futures[0])))
+
+
+def _listening(path: Path) -> tuple[SocketFolder, int, socket.socket]:
+    """The folder, its lock, which a carrier holds, and a socket that listens there. Raises ConfigError."""
+    folder = SocketFolder(path)
+    lock = os.open(
+        path / f"{SOCKET}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        folder.close()
+        raise ConfigError(
+            f"{path}: another carrier serves this pool: a host has one carrier; end the other one first"
+        ) from None
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(folder.path)
+    listener = new_socket()
+    listener.bind(folder.path)
+    listener.listen(_MOST_CONNECTIONS)
+    listener.settimeout(_LOOKS_EVERY_S)
+    return folder, lock, listener
 
 
 def _ended(channel: socket.socket, future: "Future[Brought]") -> Brought:

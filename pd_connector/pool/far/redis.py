@@ -26,6 +26,7 @@ else:
 _PORT = 6379
 _PREFIX = "pd:"
 _KNOWN = ("cluster", "ca")
+_OTHER_NODES = "the cluster's other nodes, which it names itself"
 
 
 class RedisStore(FarStore):
@@ -58,7 +59,8 @@ class RedisStore(FarStore):
 
     @classmethod
     def hosts(cls, address: SplitResult) -> list[str]:
-        return [address.hostname or ""]
+        own = [address.hostname or ""]
+        return [*own, _OTHER_NODES] if "cluster" in parse_qs(address.query) else own
 
     def __init__(self, address: SplitResult, deadline_s: float) -> None:
         if redis is None:

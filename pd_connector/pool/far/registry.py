@@ -19,7 +19,7 @@ _BUILT_IN = {
 }
 """Imported when an address names them: each imports a client of its own."""
 OPTION = "--far"
-_SECRET = re.compile(r"(?<=:)[^:@/]*(?=@)")
+_SECRET = re.compile(r"(?<=://)([^:@/?#]*):.*(?=@)")
 
 
 def far_class(scheme: str) -> type[FarStore]:
@@ -62,8 +62,14 @@ def far_address(text: str, *, sealed: bool) -> tuple[type[FarStore], SplitResult
     try:
         address = urlsplit(text)
         _ = address.port
-    except ValueError as error:
-        raise ConfigError(f"{OPTION} {shown}: is not an address: {error}") from None
+        misread = shown != text and "@" not in address.netloc  # a password with /, ? or #
+    except ValueError:  # its text can have the password
+        misread = True
+    if misread:
+        raise ConfigError(
+            f"{OPTION} {shown}: is not an address: a port is a number up to 65535, and : / ? # @ [ ] in a password are written "
+            "as %3A %2F %3F %23 %40 %5B %5D"
+        )
     if not address.scheme:
         raise ConfigError(
             f"{OPTION} {shown!r}: must begin with a scheme, such as redis://HOST:6379"
@@ -94,4 +100,4 @@ def is_loopback(host: str) -> bool:
 
 def without_secret(text: str) -> str:
     """An address for people: its password is left out."""
-    return _SECRET.sub("***", text)
+    return _SECRET.sub(r"\1:***", text)

@@ -26,7 +26,7 @@ else:
     except ImportError:
         boto3 = None
 
-_THREADS = 8
+_THREADS = 32
 """Requests at once: each takes a round trip."""
 _KNOWN = ("endpoint", "region")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")

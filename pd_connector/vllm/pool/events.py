@@ -188,8 +188,8 @@ class PoolEvents:
         self._open_queries.clear()
 
     def _tier(self, key: bytes) -> str:
-        (hit,) = self._store.find([key])
-        return hit.tier if hit else ""
+        """Where this host has a chunk; empty if only a far store has it."""
+        return next((chunk.tier for chunk in self._store.chunks([key])), "")
 
 
 def _medium(tier: str) -> str:

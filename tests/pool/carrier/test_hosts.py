@@ -306,5 +306,5 @@ def test_a_store_knows_whether_other_hosts_are_behind_it(new_host: NewHost) -> N
     assert host.store.reaches_far
     assert not host.own.reaches_far
     host.stop()
-    assert not host.store.reaches_far
+    assert host.store.reaches_far, "it may come back with chunks of before a reset"
     host.start()

@@ -48,6 +48,14 @@ def test_loopback_needs_no_key(host: str) -> None:
     far_address(f"redis://{host}", sealed=False)
 
 
+def test_a_cluster_needs_a_key_also_on_loopback() -> None:
+    """The first node names the others, which can be anywhere."""
+    address = "redis://127.0.0.1:7000?cluster=1"
+    with pytest.raises(ConfigError, match=r"cluster's other nodes.*--key-file"):
+        far_address(address, sealed=False)
+    far_address(address, sealed=True)
+
+
 def test_names_that_only_look_like_loopback_are_not() -> None:
     assert not is_loopback("127.0.0.1.example")
     assert not is_loopback("localhost.example")
@@ -64,6 +72,19 @@ def test_the_password_is_never_shown() -> None:
     assert without_secret("redis://u:p%40w@h:1/0") == "redis://u:***@h:1/0"
     assert without_secret("redis://:pw@h") == "redis://:***@h"
     assert without_secret("redis://h:6379") == "redis://h:6379"
+
+
+@pytest.mark.parametrize(
+    "password", ["sec:ret", "sec@ret", "sec/ret", "12/ret", "1?ret", "s[ret", "sec#ret"]
+)
+def test_a_password_that_is_not_encoded_is_never_shown(password: str) -> None:
+    address = f"redis://u:{password}@h:1/0"
+    assert without_secret(address) == "redis://u:***@h:1/0"
+    with pytest.raises(ConfigError) as raised:
+        far_address(address, sealed=False)
+    assert "sec" not in str(raised.value)
+    assert "ret" not in str(raised.value)
+    assert raised.value.__cause__ is None
 
 
 def test_an_engine_does_not_import_a_client() -> None:

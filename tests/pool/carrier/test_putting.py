@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a carrier puts into a far store that does not take everything, or loses what it had."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from chunks import chain, save
+from support.pool_stores import patient, store
+from support.waits import until
+
+from pd_connector.pool.carrier import carrier as carrier_module
+from pd_connector.pool.carrier.carrier import Carrier
+from pd_connector.pool.far.seal import Seal
+from pd_connector.pool.store.local import LocalStore
+
+__all__ = ["patient", "store"]
+
+MOST_BYTES = 50_000
+
+
+class Far:
+    """A far store in this process, in the place of all three clients."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, int] = {}
+        self.refuses: Callable[[str], bool] = lambda name: False
+        self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
+        self.opened = 1
+
+    def has(self, names: Sequence[str]) -> list[int]:
+        return [self.objects.get(name, 0) for name in names]
+
+    def put(
+        self, names: Sequence[str], sizes: Sequence[int], fill: Callable[[int, memoryview], None]
+    ) -> list[bool]:
+        taken = []
+        for place, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            fill(place, memoryview(bytearray(size)))
+            taken.append(not self.refuses(name))
+            if taken[-1]:
+                self.objects[name] = size
+        return taken
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Far:
+    made = Far()
+    monkeypatch.setattr(carrier_module, "FarClient", lambda *args: made)
+    monkeypatch.setattr(carrier_module, "_FOLLOWS_S", 0.01)
+    monkeypatch.setattr(carrier_module, "_PUT_BYTES", 15_000)  # two chunks
+    return made
+
+
+@pytest.fixture
+def carrier(store: LocalStore, far: Far) -> Iterator[Carrier]:
+    made = Carrier(store, Seal((b"k" * 32,)), "redis://h", MOST_BYTES, 1.0)
+    yield made
+    made.close()
+
+
+def done(carrier: Carrier, count: str, number: int) -> None:
+    """Until this was counted `number` times, and nothing waits to be put."""
+    until(lambda: carrier.status().counts.get(count, 0) >= number, count)
+    until(lambda: not carrier.status().waiting, "no chunk waits")
+
+
+def test_a_chunk_that_is_too_large_does_not_hold_up_its_children(
+    store: LocalStore, carrier: Carrier
+) -> None:
+    keys = chain("prompt", 6)
+    assert save(store, keys[:2]) == 2
+    assert save(store, keys[2:3], keys[1], nbytes=2 * MOST_BYTES) == 1
+    assert save(store, keys[3:], keys[2]) == 3
+    done(carrier, "put", 5)
+    assert carrier.status().counts["too_large"] <= 2, "tried for itself, and for a child at most"
+
+
+def test_chunks_that_are_refused_are_tried_once(
+    store: LocalStore, carrier: Carrier, far: Far
+) -> None:
+    far.refuses = lambda name: True
+    keys = chain("prompt", 8)
+    assert save(store, keys) == 8
+    done(carrier, "not_put", 8)
+    assert carrier.status().counts["not_put"] <= 16
+    far.refuses = lambda name: False
+    assert save(store, chain("other", 3)) == 3
+    done(carrier, "put", 3)
+
+
+def test_after_the_far_store_was_opened_again_parents_are_put_again_with_a_child(
+    store: LocalStore, carrier: Carrier, far: Far
+) -> None:
+    keys = chain("prompt", 4)
+    assert save(store, keys[:3]) == 3
+    done(carrier, "put", 3)
+    far.objects.clear()  # it restarts
+    far.opened += 1
+    time.sleep(0.1)
+    assert save(store, keys[3:], keys[2]) == 1
+    done(carrier, "put", 4)
+    assert len(far.objects) == 4
