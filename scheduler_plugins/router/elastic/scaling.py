@@ -144,10 +144,13 @@ class Scaling:
         side, now_s = (scale.group, scale.role), asyncio.get_running_loop().time()
         starts = [start for start in self._starts if start.side == side]
         begun = {start.url for start in starts}
+        # The guards see the same engines: those of role `both` on either side, and no engine that works alone.
         members = [
             engine
             for engine in self._pool.engines
-            if (engine.role_state.place.group, engine.role) == side
+            if engine.role_state.place.group == scale.group
+            and engine.role in (scale.role, Role.BOTH)
+            and not engine.whole
             and not self._pool.leaves(engine)
             and engine.url not in self._stops
             and engine.url not in begun
@@ -171,7 +174,11 @@ class Scaling:
             if missing < 0 and start.task is not None:
                 start.task.cancel()
                 missing += 1
-        free = [engine for engine in serving if not engine.role_state.pinned]
+        free = [
+            engine
+            for engine in serving
+            if engine.role is scale.role and not engine.role_state.pinned
+        ]
         free.sort(key=lambda engine: (engine.open_requests, engine.context))
         for engine in free[: max(0, min(-missing, len(serving) - 1))]:
             self._stop(side, engine)
@@ -225,14 +232,21 @@ class Scaling:
         self._keep_started()
         left_s = config.start_timeout_s - (asyncio.get_running_loop().time() - begun_s)
         end_s = asyncio.get_running_loop().time() + left_s
-        while not any(each.url == start.url and each.up for each in self._pool.engines):
+        while True:
+            engine = next((each for each in self._pool.engines if each.url == start.url), None)
+            if engine is not None and engine.up:
+                break
+            if asyncio.get_running_loop().time() >= end_s:
+                raise _StartFailedError(
+                    "serving",
+                    f"{start.url} does not serve {config.start_timeout_s:g} s after {START} began (start_timeout_s): "
+                    f"{'?' if engine is None else engine.reason}",
+                )
             await asyncio.sleep(LOOK_S)
-            if asyncio.get_running_loop().time() < end_s:
-                continue
-            why = next((each.reason for each in self._pool.engines if each.url == start.url), "?")
+        if engine.whole:  # it would never count, and others would be started in its place
             raise _StartFailedError(
                 "serving",
-                f"{start.url} does not serve {config.start_timeout_s:g} s after {START} began (start_timeout_s): {why}",
+                f"{start.url} is an SGLang engine that works alone; start it with --disaggregation-mode",
             )
 
     def _take_back(self, start: _Start) -> None:

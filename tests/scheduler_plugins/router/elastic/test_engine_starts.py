@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 from router_fakes import FakeEngine, World, run, stream, until
+from sglang_fakes import Switching
 
 from scheduler_plugins.router.elastic import task
 from scheduler_plugins.router.elastic.task import Elastic
@@ -219,5 +220,47 @@ def test_an_engine_that_drains_is_taken_back_when_it_is_needed(tmp_path: Path) -
             await until(lambda: not any(each.draining for each in world.engines), "it is back")
             assert (await asked).content.endswith(b"[DONE]\n\n")
             assert not scaled.stopped.exists()
+
+    run(scenario())
+
+
+def test_an_engine_of_both_sides_counts_on_both(tmp_path: Path) -> None:
+    """Otherwise an engine would be started every second, whatever `max_decode` says."""
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", both=True) as scaled:
+            scaled.want(2)
+            assert not scaled.elastic._scaling._starts
+
+    run(scenario())
+
+
+def test_an_engine_that_works_alone_does_not_count(tmp_path: Path) -> None:
+    """The policy does not see it. Otherwise the first tick would stop an engine of the user's."""
+    Wants.decode = 2
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=2) as scaled:
+            scaled.world.known(scaled.world.d[0]).whole = True
+            scaled.elastic._controllers.clear()  # as at the router's start
+            scaled.want(1)
+            assert not scaled.elastic._scaling._stops
+
+    run(scenario())
+
+
+def test_a_start_of_an_engine_that_works_alone_has_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"') as scaled:
+            fake = Switching("x", "null")
+            await fake.start()
+            scaled.world.d.append(fake)
+            (tmp_path / "url").write_text(fake.url)
+            scaled.want(2)
+            await scaled.counted("failed_serving")
+            assert "start it with --disaggregation-mode" in caplog.text
+            await scaled.counted("stopped")
 
     run(scenario())
