@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scheduler_plugins.router.elastic.command import CommandError, output_of
@@ -48,7 +48,11 @@ class _Start:
     side: _Side
     task: asyncio.Task[None] | None = None
     url: str = ""
-    """As the command has printed it."""
+    """As the command has printed it, or of the engine that a name shows."""
+    earlier: set[str] = field(default_factory=set)
+    """URLs of engines that were there before, or that other starts have."""
+    by_name: bool = False
+    """Whether its command has ended, and a name shall show its engine."""
 
 
 @dataclass(eq=False)
@@ -143,6 +147,8 @@ class Scaling:
         """Start or stop engines of a side until it has the number of engines that it shall have."""
         side, now_s = (scale.group, scale.role), asyncio.get_running_loop().time()
         starts = [start for start in self._starts if start.side == side]
+        for start in starts:
+            self._look_behind_names(start)
         begun = {start.url for start in starts}
         # The guards see the same engines: those of role `both` on either side, and no engine that works alone.
         members = [
@@ -184,7 +190,8 @@ class Scaling:
             self._stop(side, engine)
 
     def _start(self, side: _Side, failed: Callable[[Role], None]) -> None:
-        start = _Start(side)
+        earlier = {each.url for each in self._pool.engines if not self._pool.leaves(each)}
+        start = _Start(side, earlier=earlier)
         self._starts.append(start)
         start.task = asyncio.create_task(self._starting(start, failed), name=f"start {side[1]}")
 
@@ -220,27 +227,29 @@ class Scaling:
             raise _StartFailedError("command", str(error)) from None
         lines = [line.strip() for line in text.split("\n") if line.strip()]
         if not lines and any(is_name(url) for url in getattr(config, role)):
-            return  # its name will show it
-        try:
-            start.url = base_url("url", lines[-1] if lines else "")
-        except ValueError as error:
-            raise _StartFailedError(
-                "address",
-                f"{START} must print the engine's URL as its last line, such as http://10.0.0.7:8000: {error}",
-            ) from None
-        self._started[start.url] = start.side
-        self._keep_started()
+            start.by_name = True
+        else:
+            try:
+                start.url = base_url("url", lines[-1] if lines else "")
+            except ValueError as error:
+                raise _StartFailedError(
+                    "address",
+                    f"{START} must print the engine's URL as its last line, such as http://10.0.0.7:8000: {error}",
+                ) from None
+            self._started[start.url] = start.side
+            self._keep_started()
         left_s = config.start_timeout_s - (asyncio.get_running_loop().time() - begun_s)
         end_s = asyncio.get_running_loop().time() + left_s
         while True:
+            self._look_behind_names(start)
             engine = next((each for each in self._pool.engines if each.url == start.url), None)
             if engine is not None and engine.up:
                 break
             if asyncio.get_running_loop().time() >= end_s:
                 raise _StartFailedError(
                     "serving",
-                    f"{start.url} does not serve {config.start_timeout_s:g} s after {START} began (start_timeout_s): "
-                    f"{'?' if engine is None else engine.reason}",
+                    f"{start.url or 'no engine that a name has shown since'} does not serve {config.start_timeout_s:g} s after "
+                    f"{START} began (start_timeout_s): {'?' if engine is None else engine.reason}",
                 )
             await asyncio.sleep(LOOK_S)
         if engine.whole:  # it would never count, and others would be started in its place
@@ -248,6 +257,24 @@ class Scaling:
                 "serving",
                 f"{start.url} is an SGLang engine that works alone; start it with --disaggregation-mode",
             )
+
+    def _look_behind_names(self, start: _Start) -> None:
+        """If a name shows an engine that no other start has, the start has it from now on."""
+        if not start.by_name or start.url:
+            return
+        group, role = start.side
+        for engine in self._pool.engines:
+            if (
+                engine.url not in start.earlier
+                and engine.url not in self._started
+                and engine.role_state.place.group == group
+                and engine.role in (role, Role.BOTH)
+                and not self._pool.leaves(engine)
+            ):
+                start.url = engine.url
+                for other in self._starts:
+                    other.earlier.add(engine.url)
+                return
 
     def _take_back(self, start: _Start) -> None:
         """Stop the engine of a start that has failed or is not needed any more."""

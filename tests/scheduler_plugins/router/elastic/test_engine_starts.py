@@ -264,3 +264,38 @@ def test_a_start_of_an_engine_that_works_alone_has_failed(
             await scaled.counted("stopped")
 
     run(scenario())
+
+
+NAME = "dns+http://nowhere.invalid:8000"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_start_behind_a_name_lasts_until_the_name_shows_an_engine_that_serves(
+    tmp_path: Path, comes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise one more would be started every second until then."""
+
+    async def scenario() -> None:
+        timeout_s = 60.0 if comes else 2.0
+        async with Scaled(
+            tmp_path, f"echo x >> {tmp_path}/begun", start_timeout_s=timeout_s
+        ) as scaled:
+            pool, fake = scaled.pool, await another(scaled.world)
+            pool.edit(replace(pool.config, decode=(*pool.config.decode, NAME)))
+            scaled.want(2)
+            await until((tmp_path / "begun").exists, "the command runs")
+            await asyncio.sleep(0.5)
+            scaled.want(2)
+            if comes:
+                pool._named._members[NAME] = (fake.url,)
+                pool.use(pool.config)
+                scaled.want(2)
+                await scaled.counted("started")
+                assert scaled.world.known(fake).up
+            else:
+                await scaled.counted("failed_serving")
+                assert "no engine that a name has shown since does not serve" in caplog.text
+            scaled.want(2)
+            assert (tmp_path / "begun").read_text() == "x\n"
+
+    run(scenario())
