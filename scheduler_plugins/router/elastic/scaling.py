@@ -186,7 +186,9 @@ class Scaling:
             if engine.role is scale.role and not engine.role_state.pinned
         ]
         free.sort(key=lambda engine: (engine.open_requests, engine.context))
-        for engine in free[: max(0, min(-missing, len(serving) - 1))]:
+        # An engine that may come back replaces none that serves.
+        surplus = len(serving) - scale.engines
+        for engine in free[: max(0, min(surplus, len(serving) - 1))]:
             self._stop(side, engine)
 
     def _start(self, side: _Side, failed: Callable[[Role], None]) -> None:
@@ -340,7 +342,8 @@ class Scaling:
         """Wait until the engine serves nothing and keeps no KV for others, as long as an answer may take."""
         clock, config = asyncio.get_running_loop().time, self._pool.config
         end_s, idle_since_s = clock() + config.answer_timeout_s, clock()
-        while engine.up and clock() < end_s:
+        # An engine whose health check is late may still answer.
+        while (engine.up or engine.load.open_exchanges) and clock() < end_s:
             if engine.load.open_exchanges or engine.load.prefills or engine.copies:
                 idle_since_s = clock()
             # A look at its metrics after the last request says whether KV is still to be fetched.

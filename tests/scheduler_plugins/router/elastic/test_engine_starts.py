@@ -299,3 +299,41 @@ def test_a_start_behind_a_name_lasts_until_the_name_shows_an_engine_that_serves(
             assert (tmp_path / "begun").read_text() == "x\n"
 
     run(scenario())
+
+
+def test_a_dead_engine_makes_no_live_one_stop(tmp_path: Path) -> None:
+    Wants.decode = 4
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=4) as scaled:
+            dead = scaled.world.known(scaled.world.d[0])
+            dead.set_down(scaled.now_s, "dead", refusing=False)
+            scaled.want(3)
+            assert not any(engine.draining for engine in scaled.world.engines)
+
+    run(scenario())
+
+
+def test_an_engine_that_looks_down_for_a_while_is_not_stopped_under_its_streams(
+    tmp_path: Path,
+) -> None:
+    Wants.decode = 2
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=2) as scaled:
+            world = scaled.world
+            for fake in world.d:
+                fake.behave = stream(30, gap_s=0.05)
+            asked = asyncio.create_task(world.complete(prompt="a", stream=True))
+            await until(lambda: any(fake.running for fake in world.d), "an engine answers")
+            for fake in world.d:
+                world.known(fake).role_state.pinned = not fake.running
+            scaled.want(1)
+            busy = next(each for each in world.engines if each.draining)
+            busy.set_down(scaled.now_s, "its health check was late", refusing=False)
+            await asyncio.sleep(0.3)
+            assert not scaled.stopped.exists()
+            assert (await asked).content.endswith(b"[DONE]\n\n")
+            await scaled.counted("stopped")
+
+    run(scenario())
