@@ -46,6 +46,8 @@ class _Start:
     """An engine that is being started."""
 
     side: _Side
+    stop_command: str
+    """For its engine, if it is not needed any more. The settings may lose it meanwhile."""
     task: asyncio.Task[None] | None = None
     url: str = ""
     """As the command has printed it, or of the engine that a name shows."""
@@ -61,6 +63,8 @@ class _Stop:
 
     side: _Side
     engine: BackendEngine
+    command: str
+    """`stop_command` when the stop began: the settings may lose it meanwhile."""
     task: asyncio.Task[None] | None = None
     drains: bool = True
     """False: its command runs, so it cannot be taken back."""
@@ -189,11 +193,11 @@ class Scaling:
         # An engine that may come back replaces none that serves.
         surplus = len(serving) - scale.engines
         for engine in free[: max(0, min(surplus, len(serving) - 1))]:
-            self._stop(side, engine)
+            self._stop(side, engine, self._pool.config.stop_command)
 
     def _start(self, side: _Side, failed: Callable[[Role], None]) -> None:
         earlier = {each.url for each in self._pool.engines if not self._pool.leaves(each)}
-        start = _Start(side, earlier=earlier)
+        start = _Start(side, self._pool.config.stop_command, earlier=earlier)
         self._starts.append(start)
         start.task = asyncio.create_task(self._starting(start, failed), name=f"start {side[1]}")
 
@@ -284,7 +288,7 @@ class Scaling:
             return
         for engine in self._pool.engines:
             if start.url and engine.url == start.url and engine.url not in self._stops:
-                self._stop(start.side, engine)
+                self._stop(start.side, engine, start.stop_command)
 
     def _keep_started(self) -> None:
         """Put engines that were started here into the list of engines, if the settings file has taken them out."""
@@ -303,8 +307,8 @@ class Scaling:
         except ValueError as error:
             logger.warning("engines that were started cannot be used: %s", error)
 
-    def _stop(self, side: _Side, engine: BackendEngine) -> None:
-        stop = self._stops[engine.url] = _Stop(side, engine)
+    def _stop(self, side: _Side, engine: BackendEngine, command: str) -> None:
+        stop = self._stops[engine.url] = _Stop(side, engine, command)
         self._pool.drain(engine, True)
         stop.task = asyncio.create_task(self._stopping(stop), name=f"stop {engine.url}")
 
@@ -322,7 +326,7 @@ class Scaling:
         self._started.pop(engine.url, None)
         self._remove(engine.url)
         values = {"group": group, "role": role, "url": engine.url}
-        arguments, variables = filled(pool.config.stop_command, values)
+        arguments, variables = filled(pool.config.stop_command or stop.command, values)
         for again in range(STOP_TRIES):
             try:
                 await output_of(STOP, arguments, variables, pool.config.stop_timeout_s)

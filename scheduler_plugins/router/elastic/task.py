@@ -222,6 +222,8 @@ class Elastic:
         present = self._controllers.get(group)
         if present is not None and present[:2] == (moving, bounds):
             return present[2]
+        if present is not None and present[0] != moving:
+            self._scaling.forget(group)  # the new policy may want no numbers
         policy = create(moving.policy)
         made = RoleController(
             Bounded(policy),

@@ -337,3 +337,21 @@ def test_an_engine_that_looks_down_for_a_while_is_not_stopped_under_its_streams(
             await scaled.counted("stopped")
 
     run(scenario())
+
+
+def test_an_engine_that_drains_is_stopped_even_if_the_settings_lose_the_command(
+    tmp_path: Path,
+) -> None:
+    Wants.decode = 2
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=2) as scaled:
+            scaled.want(1)
+            none = {"start_command": "", "stop_command": ""}
+            scaled.pool.edit(replace(scaled.pool.config, roles="pressure", **none))
+            scaled.elastic.tick(scaled.now_s)
+            wanted = await scaled.world.metric("engines_wanted", group="default", role="decode")
+            assert wanted == 0, "no number is shown"
+            await scaled.counted("stopped")
+
+    run(scenario())
