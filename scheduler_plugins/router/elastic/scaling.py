@@ -103,6 +103,7 @@ class Scaling:
         commands = bool(self._pool.config.start_command) and not dry_run
         if commands:
             self._keep_started()
+            self._drain_again()
         for scale in scales:
             side, before = (scale.group, scale.role), self._shown.get((scale.group, scale.role))
             self._shown[side] = scale.engines
@@ -307,6 +308,14 @@ class Scaling:
         except ValueError as error:
             logger.warning("engines that were started cannot be used: %s", error)
 
+    def _drain_again(self) -> None:
+        """An engine that the settings file has taken out, and that is kept, is not to get requests while it is stopped."""
+        for engine in self._pool.engines:
+            stop = self._stops.get(engine.url)
+            if stop is not None and stop.drains and not engine.draining:
+                stop.engine = engine  # a new one, if it had left already
+                self._pool.drain(engine, True)
+
     def _stop(self, side: _Side, engine: BackendEngine, command: str) -> None:
         stop = self._stops[engine.url] = _Stop(side, engine, command)
         self._pool.drain(engine, True)
@@ -315,17 +324,17 @@ class Scaling:
         def ended(task: asyncio.Task[None]) -> None:
             del self._stops[engine.url]
             if task.cancelled() and stop.drains and not self._closed:
-                self._pool.drain(engine, False)  # it is needed again
+                self._pool.drain(stop.engine, False)  # it is needed again
 
         stop.task.add_done_callback(ended)
 
     async def _stopping(self, stop: _Stop) -> None:
-        engine, pool, (group, role) = stop.engine, self._pool, stop.side
-        await self._idle(engine)
+        pool, (group, role), url = self._pool, stop.side, stop.engine.url
+        await self._idle(stop)
         stop.drains = False
-        self._started.pop(engine.url, None)
-        self._remove(engine.url)
-        values = {"group": group, "role": role, "url": engine.url}
+        self._started.pop(url, None)
+        self._remove(url)
+        values = {"group": group, "role": role, "url": url}
         arguments, variables = filled(pool.config.stop_command or stop.command, values)
         for again in range(STOP_TRIES):
             try:
@@ -333,21 +342,19 @@ class Scaling:
             except CommandError as error:
                 pool.metrics.engine_starts.labels(group, role, "failed_stop").inc()
                 left = "it is tried again" if again + 1 < STOP_TRIES else "stop it by hand"
-                logger.warning(
-                    "%s gets no more requests, but still runs: %s; %s", engine.url, error, left
-                )
+                logger.warning("%s gets no more requests, but still runs: %s; %s", url, error, left)
                 await asyncio.sleep(TRY_AGAIN_S)
             else:
-                logger.info("%s (%s) was stopped", engine.url, role)
+                logger.info("%s (%s) was stopped", url, role)
                 pool.metrics.engine_starts.labels(group, role, "stopped").inc()
                 break
 
-    async def _idle(self, engine: BackendEngine) -> None:
+    async def _idle(self, stop: _Stop) -> None:
         """Wait until the engine serves nothing and keeps no KV for others, as long as an answer may take."""
         clock, config = asyncio.get_running_loop().time, self._pool.config
         end_s, idle_since_s = clock() + config.answer_timeout_s, clock()
         # An engine whose health check is late may still answer.
-        while (engine.up or engine.load.open_exchanges) and clock() < end_s:
+        while ((engine := stop.engine).up or engine.load.open_exchanges) and clock() < end_s:
             if engine.load.open_exchanges or engine.load.prefills or engine.copies:
                 idle_since_s = clock()
             # A look at its metrics after the last request says whether KV is still to be fetched.

@@ -355,3 +355,28 @@ def test_an_engine_that_drains_is_stopped_even_if_the_settings_lose_the_command(
             await scaled.counted("stopped")
 
     run(scenario())
+
+
+def test_an_engine_that_drains_goes_on_when_the_file_is_read_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"') as scaled:
+            before, world, fake = scaled.pool.config, scaled.world, await another(scaled.world)
+            (tmp_path / "url").write_text(fake.url)
+            scaled.want(2)
+            await scaled.counted("started")
+            world.known(world.d[0]).role_state.pinned = True
+            fake.behave = stream(20, gap_s=0.05)
+            asked = [
+                asyncio.create_task(world.complete(prompt=f"{n}", stream=True)) for n in range(2)
+            ]
+            await until(lambda: fake.running == 1, "it answers")
+            scaled.want(1)
+            assert world.known(fake).draining
+            scaled.pool.edit(replace(before, attempts=2))
+            scaled.elastic.tick(scaled.now_s)
+            assert world.known(fake).draining
+            assert not scaled.pool.leaves(world.known(fake))
+            await asyncio.gather(*asked)
+            await scaled.counted("stopped")
+
+    run(scenario())
