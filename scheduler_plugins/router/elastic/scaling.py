@@ -230,7 +230,7 @@ class Scaling:
         begun_s = asyncio.get_running_loop().time()
         try:
             text = await output_of(START, arguments, variables, config.start_timeout_s)
-        except CommandError as error:
+        except (CommandError, OSError) as error:  # OSError: /tmp is full
             raise _StartFailedError("command", str(error)) from None
         lines = [line.strip() for line in text.split("\n") if line.strip()]
         if not lines and any(is_name(url) for url in getattr(config, role)):
@@ -339,7 +339,7 @@ class Scaling:
         for again in range(STOP_TRIES):
             try:
                 await output_of(STOP, arguments, variables, pool.config.stop_timeout_s)
-            except CommandError as error:
+            except (CommandError, OSError) as error:
                 pool.metrics.engine_starts.labels(group, role, "failed_stop").inc()
                 left = "it is tried again" if again + 1 < STOP_TRIES else "stop it by hand"
                 logger.warning("%s gets no more requests, but still runs: %s; %s", url, error, left)

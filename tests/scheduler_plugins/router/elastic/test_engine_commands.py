@@ -60,6 +60,20 @@ def test_a_command_that_hangs_is_killed_with_its_children(
         time.sleep(0.02)
 
 
+def test_a_command_of_another_user_that_cannot_be_killed_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with sudo."""
+
+    def not_permitted(group: int, how: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(command, "TERM_S", 0.1)
+    monkeypatch.setattr(command.os, "killpg", not_permitted)
+    with pytest.raises(CommandError, match="had not ended"):
+        output("/bin/sleep", "1", timeout_s=0.2)
+
+
 def test_what_a_command_leaves_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
     """An engine inherits the output of the command that starts it, and keeps it open."""
     pid = tmp_path / "pid"

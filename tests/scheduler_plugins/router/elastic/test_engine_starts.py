@@ -14,7 +14,7 @@ import pytest
 from router_fakes import FakeEngine, World, run, stream, until
 from sglang_fakes import Switching
 
-from scheduler_plugins.router.elastic import task
+from scheduler_plugins.router.elastic import command, task
 from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.endpoints.page import state
@@ -378,5 +378,20 @@ def test_an_engine_that_drains_goes_on_when_the_file_is_read_again(tmp_path: Pat
             assert not scaled.pool.leaves(world.known(fake))
             await asyncio.gather(*asked)
             await scaled.counted("stopped")
+
+    run(scenario())
+
+
+def test_a_start_without_room_for_its_output_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "true") as scaled:
+            monkeypatch.setattr(command.tempfile, "TemporaryFile", full)
+            scaled.want(2)
+            await scaled.counted("failed_command")
 
     run(scenario())
