@@ -62,7 +62,9 @@ class _Stop:
     """An engine that is drained, and then stopped."""
 
     side: _Side
-    engine: BackendEngine
+    url: str
+    engine: BackendEngine | None
+    """None: it never came into the list of engines."""
     command: str
     """`stop_command` when the stop began: the settings may lose it meanwhile."""
     task: asyncio.Task[None] | None = None
@@ -194,7 +196,7 @@ class Scaling:
         # An engine that may come back replaces none that serves.
         surplus = len(serving) - scale.engines
         for engine in free[: max(0, min(surplus, len(serving) - 1))]:
-            self._stop(side, engine, self._pool.config.stop_command)
+            self._stop(side, engine.url, engine, self._pool.config.stop_command)
 
     def _start(self, side: _Side, failed: Callable[[Role], None]) -> None:
         earlier = {each.url for each in self._pool.engines if not self._pool.leaves(each)}
@@ -285,11 +287,10 @@ class Scaling:
 
     def _take_back(self, start: _Start) -> None:
         """Stop the engine of a start that has failed or is not needed any more."""
-        if self._closed:
+        if self._closed or not start.url or start.url in self._stops:
             return
-        for engine in self._pool.engines:
-            if start.url and engine.url == start.url and engine.url not in self._stops:
-                self._stop(start.side, engine, start.stop_command)
+        engine = next((each for each in self._pool.engines if each.url == start.url), None)
+        self._stop(start.side, start.url, engine, start.stop_command)
 
     def _keep_started(self) -> None:
         """Put engines that were started here into the list of engines, if the settings file has taken them out."""
@@ -316,20 +317,21 @@ class Scaling:
                 stop.engine = engine  # a new one, if it had left already
                 self._pool.drain(engine, True)
 
-    def _stop(self, side: _Side, engine: BackendEngine, command: str) -> None:
-        stop = self._stops[engine.url] = _Stop(side, engine, command)
-        self._pool.drain(engine, True)
-        stop.task = asyncio.create_task(self._stopping(stop), name=f"stop {engine.url}")
+    def _stop(self, side: _Side, url: str, engine: BackendEngine | None, command: str) -> None:
+        stop = self._stops[url] = _Stop(side, url, engine, command, drains=engine is not None)
+        if engine is not None:
+            self._pool.drain(engine, True)
+        stop.task = asyncio.create_task(self._stopping(stop), name=f"stop {url}")
 
         def ended(task: asyncio.Task[None]) -> None:
-            del self._stops[engine.url]
-            if task.cancelled() and stop.drains and not self._closed:
+            del self._stops[url]
+            if task.cancelled() and stop.drains and stop.engine and not self._closed:
                 self._pool.drain(stop.engine, False)  # it is needed again
 
         stop.task.add_done_callback(ended)
 
     async def _stopping(self, stop: _Stop) -> None:
-        pool, (group, role), url = self._pool, stop.side, stop.engine.url
+        pool, (group, role), url = self._pool, stop.side, stop.url
         await self._idle(stop)
         stop.drains = False
         self._started.pop(url, None)
@@ -353,8 +355,9 @@ class Scaling:
         """Wait until the engine serves nothing and keeps no KV for others, as long as an answer may take."""
         clock, config = asyncio.get_running_loop().time, self._pool.config
         end_s, idle_since_s = clock() + config.answer_timeout_s, clock()
-        # An engine whose health check is late may still answer.
-        while ((engine := stop.engine).up or engine.load.open_exchanges) and clock() < end_s:
+        while (engine := stop.engine) is not None and clock() < end_s:
+            if not (engine.up or engine.load.open_exchanges):
+                return  # one whose health check is late may still answer
             if engine.load.open_exchanges or engine.load.prefills or engine.copies:
                 idle_since_s = clock()
             # A look at its metrics after the last request says whether KV is still to be fetched.

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -28,7 +29,7 @@ from scheduler_plugins.router.settings.elastic import (
     moving_of,
 )
 from scheduler_plugins.router.settings.members import is_name
-from scheduler_plugins.router.settings.scaling import START, STOP, checked_command
+from scheduler_plugins.router.settings.scaling import START, STOP, check_program, checked_command
 from scheduler_plugins.router.settings.urls import (
     base_urls,
     check_exchange,
@@ -337,8 +338,20 @@ class RouterConfig:
         for name in ("max_prefill", "max_decode"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)}: must be 1 or more, or 0 for none")
+
+    def checked_here(self) -> Self:
+        """These settings, if the commands and the file of days can be used on this machine now. Call it where settings are
+        read, and not where the router changes them: a command that was edited must not keep an engine out of the list.
+
+        Raises:
+            ValueError: names the setting and what to do.
+        """
+        for setting in (START, STOP):
+            if text := getattr(self, setting):
+                check_program(setting, text)
         if self.days:
             Days.load(Path(self.days))  # DaysError is a ValueError, and names the file
+        return self
 
     def bounds(self, group: str) -> Bounds:
         """Fewest and most engines of a group."""

@@ -154,7 +154,7 @@ def test_settings_that_cannot_be_used_say_what_to_do(
     settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        RouterConfig(**{**ENGINES, "roles": "slo", **settings})  # type: ignore[arg-type]
+        RouterConfig(**{**ENGINES, "roles": "slo", **settings}).checked_here()  # type: ignore[arg-type]
 
 
 FILE = """\

@@ -395,3 +395,34 @@ def test_a_start_without_room_for_its_output_has_failed(
             await scaled.counted("failed_command")
 
     run(scenario())
+
+
+def test_an_engine_that_came_though_the_command_to_stop_it_is_gone_serves(tmp_path: Path) -> None:
+    """What is checked where settings are read must not refuse an engine that was started."""
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"') as scaled:
+            fake = await another(scaled.world)
+            (tmp_path / "url").write_text(fake.url)
+            (tmp_path / "stop").chmod(0o600)
+            scaled.want(2)
+            await scaled.counted("started")
+            (tmp_path / "stop").chmod(0o700)
+
+    run(scenario())
+
+
+def test_an_engine_that_never_came_into_the_list_is_stopped(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"', start_timeout_s=0.5) as scaled:
+            own = f"http://127.0.0.1:{scaled.world.port}"
+            (tmp_path / "url").write_text(own)
+            config = scaled.pool.config
+            scaled.pool.edit(replace(config, host="127.0.0.1", port=scaled.world.port))
+            scaled.want(2)
+            await scaled.counted("failed_serving")
+            await scaled.counted("stopped")
+            assert scaled.stopped.read_text() == f"{own}\n"
+            assert not scaled.elastic._scaling._started
+
+    run(scenario())
