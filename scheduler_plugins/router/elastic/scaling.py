@@ -117,7 +117,10 @@ class Scaling:
                 self._reach(scale, failed)
 
     def forget(self, group: str) -> None:
-        """This router no longer decides about the group."""
+        """This router no longer decides about the group. Its starts are cancelled: the next router that decides starts its own."""
+        for start in self._starts:
+            if start.side[0] == group and start.task is not None:
+                start.task.cancel()
         for side in [side for side in self._shown if side[0] == group]:
             del self._shown[side]
             with suppress(KeyError):

@@ -225,11 +225,13 @@ class Elastic:
         if present is not None and present[0] != moving:
             self._scaling.forget(group)  # the new policy may want no numbers
         policy = create(moving.policy)
+        # A dry run starts nothing, so nothing is late.
+        limit_s = inf if moving.dry_run else config.start_timeout_s
         made = RoleController(
             Bounded(policy),
             min_prefill=bounds.min_prefill,
             min_decode=bounds.min_decode,
-            limits=bounds.limits(group, config.start_timeout_s) if policy.scales else None,
+            limits=bounds.limits(group, limit_s) if policy.scales else None,
         )
         self._controllers[group] = moving, bounds, made
         logger.info(

@@ -331,6 +331,12 @@ class RouterConfig:
         if bool(self.start_command) is not bool(self.stop_command):
             given, lacking = (START, STOP) if self.start_command else (STOP, START)
             raise ValueError(f"{given}: is set without {lacking}; set both, or neither")
+        if self.start_command and self.fellows:
+            raise ValueError(
+                f"{START}: cannot be used with fellows, because only one of the routers would drain an engine before it is "
+                "stopped; run one router (workers gives it more processes), or leave the commands out and let Kubernetes "
+                "count by the metric pd_router:engines_wanted"
+            )
         if self.days and not scales:
             raise ValueError(
                 "days: only a role policy that starts engines reads it; set roles to slo"

@@ -144,6 +144,17 @@ def test_a_command_does_not_get_the_keys_of_operators_and_clients(
             {"roles": "pressure", "start_command": TRUE, "stop_command": TRUE},
             "role policy pressure starts or stops no engine; set roles to slo",
         ),
+        (
+            {
+                **MOST,
+                "start_command": TRUE,
+                "stop_command": TRUE,
+                "fellows": ("tcp://10.0.0.2:9100",),
+                "exchange": "tcp://0.0.0.0:9100",
+                "router_key": "a-key-of-the-routers-that-is-long-enough",
+            },
+            "start_command: cannot be used with fellows.*run one router",
+        ),
         ({"roles": "pressure", "days": "x"}, "days: only a role policy that starts engines"),
         ({**MOST, "days": "/no/such/folder/days.json"}, "no such folder; make it"),
         ({**MOST, "days": "/etc/passwd"}, "days /etc/passwd: was not written by the router"),

@@ -177,9 +177,13 @@ def test_a_dry_run_says_a_number_and_starts_nothing(
     caplog.set_level("INFO")
 
     async def scenario() -> None:
-        async with Scaled(tmp_path, f"touch {tmp_path}/begun", roles="dry-run:wants") as scaled:
+        async with Scaled(
+            tmp_path, f"touch {tmp_path}/begun", roles="dry-run:wants", start_timeout_s=0.1
+        ) as scaled:
             scaled.want(3)
             await asyncio.sleep(0.3)
+            scaled.want(3)
+            assert scaled.elastic._scaling._shown["default", Role.DECODE] == 3, "nothing is late"
             assert "group default would have 3 decode engines after 1: wants: " in caplog.text
             assert await scaled.world.metric("engines_wanted", role="decode") == 0
             assert not (tmp_path / "begun").exists()
@@ -424,5 +428,17 @@ def test_an_engine_that_never_came_into_the_list_is_stopped(tmp_path: Path) -> N
             await scaled.counted("stopped")
             assert scaled.stopped.read_text() == f"{own}\n"
             assert not scaled.elastic._scaling._started
+
+    run(scenario())
+
+
+def test_a_router_that_decides_no_longer_ends_its_starts(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "exec sleep 60") as scaled:
+            scaled.want(2)
+            await until(lambda: bool(scaled.elastic._scaling._starts), "it is being started")
+            scaled.pool.leads = False
+            scaled.want(2)
+            await until(lambda: not scaled.elastic._scaling._starts, "it is given up")
 
     run(scenario())
