@@ -120,8 +120,8 @@ class Elastic:
                 each.cancel()
             await asyncio.gather(task, *moves, return_exceptions=True)
             await self._scaling.close()
-            if self._days is not None:
-                self._days[1].save()
+            if self._pool.leads:
+                self._leave_days()
 
     async def run(self) -> None:
         """Decide until cancelled."""
@@ -139,6 +139,7 @@ class Elastic:
             self._begin(self._return_home, _by("settings", move), "settings")
         moving = self._pool.config.moving
         if moving is None or not self._pool.leads:
+            self._leave_days()  # another process goes on with the file, and it must not be written over later
             self._forget(self._controllers.keys())
             return
         every = create(moving.policy).scales
@@ -176,8 +177,7 @@ class Elastic:
         """The file of earlier days, if the settings name one."""
         path = self._pool.config.days
         if self._days is not None and self._days[0] != path:
-            self._days[1].save()
-            self._days = None
+            self._leave_days()
         if path and self._days is None:
             try:
                 self._days = path, DaysFile(Path(path))
@@ -187,6 +187,11 @@ class Elastic:
                     self._refused.add(path)
                     logger.warning("%s", error)
         return None if self._days is None else self._days[1]
+
+    def _leave_days(self) -> None:
+        if self._days is not None:
+            self._days[1].save()
+            self._days = None
 
     def _not_started(self, controller: RoleController, group: str, role: Role) -> None:
         controller.not_started(group, role, asyncio.get_running_loop().time())

@@ -337,6 +337,11 @@ class RouterConfig:
                 "stopped; run one router (workers gives it more processes), or leave the commands out and let Kubernetes "
                 "count by the metric pd_router:engines_wanted"
             )
+        if scales and self.engine_start_s > self.start_timeout_s:
+            raise ValueError(
+                f"engine_start_s {self.engine_start_s:g}: must be at most start_timeout_s ({self.start_timeout_s:g}), after which "
+                "a start is given up; raise start_timeout_s (limits in the file)"
+            )
         if self.days and not scales:
             raise ValueError(
                 "days: only a role policy that starts engines reads it; set roles to slo"

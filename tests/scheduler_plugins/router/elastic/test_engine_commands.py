@@ -155,6 +155,7 @@ def test_a_command_does_not_get_the_keys_of_operators_and_clients(
             },
             "start_command: cannot be used with fellows.*run one router",
         ),
+        ({**MOST, "engine_start_s": 901}, r"must be at most start_timeout_s \(900\).*raise"),
         ({"roles": "pressure", "days": "x"}, "days: only a role policy that starts engines"),
         ({**MOST, "days": "/no/such/folder/days.json"}, "no such folder; make it"),
         ({**MOST, "days": "/etc/passwd"}, "days /etc/passwd: was not written by the router"),

@@ -55,7 +55,7 @@ class Scaled:
             "start_command": f"{folder}/start {{group}} {{role}}",
             "stop_command": f"{folder}/stop {{url}}",
         }
-        most = {"max_prefill": 4, "max_decode": 4}
+        most = {"max_prefill": 4, "max_decode": 4, "engine_start_s": 0.1}
         self.world = World(1, decode, **{"roles": "wants", **commands, **most, **settings})
 
     async def __aenter__(self) -> Scaled:
@@ -440,5 +440,21 @@ def test_a_router_that_decides_no_longer_ends_its_starts(tmp_path: Path) -> None
             scaled.pool.leads = False
             scaled.want(2)
             await until(lambda: not scaled.elastic._scaling._starts, "it is given up")
+
+    run(scenario())
+
+
+def test_the_days_of_a_router_that_decides_no_longer_are_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "days.json"
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "exit 1", days=str(path)) as scaled:
+            async with scaled.elastic.running():
+                scaled.want(1)
+                scaled.pool.leads = False
+                scaled.want(1)
+                assert path.exists()
+                path.write_text("newer")
+            assert path.read_text() == "newer"
 
     run(scenario())
