@@ -79,7 +79,8 @@ def describe_cache(
         held = range(shard.first_layer, shard.stop_layer)
         groups += _describe(pool, held, named, shard, scales or {})
         if getattr(pool, "use_dsa", False):
-            groups.append(_index_keys(pool, held))
+            index_keys = _index_keys(pool, held)
+            groups += [] if index_keys is None else [index_keys]
     else:
         if not sliding_window:
             raise UnsupportedGeometryError(
@@ -172,8 +173,9 @@ def _describe(
     ]
 
 
-def _index_keys(pool: Any, numbers: Sequence[int]) -> tuple[dict[int, LayerPages], Group]:
-    """The index keys of sparse attention. Layers that use those of the layer before have none."""
+def _index_keys(pool: Any, numbers: Sequence[int]) -> tuple[dict[int, LayerPages], Group] | None:
+    """The index keys of sparse attention. Layers that use those of the layer before have none; None: no layer of
+    this pipeline stage has any."""
     if pool.index_kpool != 1:
         raise UnsupportedGeometryError(
             f"index keys of {pool.index_kpool} tokens each: PDConnector moves a key of each token; serve this model without "
@@ -184,6 +186,8 @@ def _index_keys(pool: Any, numbers: Sequence[int]) -> tuple[dict[int, LayerPages
         for number, buffer in zip(numbers, pool.index_k_with_scale_buffer, strict=True)
         if len(buffer)
     }
+    if not held:
+        return None
     first = next(iter(held.values()))
     key_dim = first.shape[1] // pool.page_size
     pages = {

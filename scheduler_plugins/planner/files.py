@@ -22,6 +22,8 @@ from scheduler_plugins.sim.simulate import CHUNK_TOKENS
 
 FIRST_PORT = 8100
 PAGE, ROUTER, VALUES, COMPOSE = "plan.md", "router.yaml", "values.yaml", "compose.yaml"
+TITLE = "# Plan: "
+"""How `plan.md` begins."""
 ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 _SCHEDULER = "scheduler_plugins.vllm.PrefixAwareScheduler"
 Values = dict[str, object] | None
@@ -144,7 +146,7 @@ def write(
     """
     try:
         (folder / "fleets").mkdir(parents=True, exist_ok=True)
-        if (folder / PAGE).exists():  # another plan
+        if _is_plan(folder / PAGE):  # another plan's files
             for old in (
                 *folder.glob("fleets/*.yaml"),
                 *folder.glob("start-*.sh"),
@@ -220,9 +222,14 @@ def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
     return values, ""
 
 
+def _is_plan(page: Path) -> bool:
+    """Whether a page is one of ours: nothing of another folder is deleted."""
+    return page.exists() and page.read_bytes().startswith(TITLE.encode())
+
+
 def compose_services(plan: Plan, engines: list[Engine], model: str) -> tuple[Values, str]:
-    """What is laid over our compose file (`docker compose -f examples/deploy/compose.yaml -f compose.yaml up`), or why it
-    cannot start this fleet.
+    """What is laid over our compose file (`MODEL=- docker compose -f examples/deploy/compose.yaml -f compose.yaml up`), or
+    why it cannot start this fleet. The file needs some `MODEL` for the two engines that it starts alone.
 
     The file's own two engines stand aside. Engines are like them, but for their command and GPUs.
     """

@@ -61,7 +61,7 @@ def _findings(folder: Path) -> Iterator[Finding]:
     for path in sorted(folder.glob("start-*.sh")):
         try:
             started[path.stem.removeprefix("start-")] = _started(path)
-        except (OSError, ValueError, IndexError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:  # an edited script
             yield wrong(path.name, error)
     if not started:
         yield wrong("start-NODE.sh", "is missing: nothing starts the engines")
@@ -100,7 +100,7 @@ def _started(path: Path) -> list[Started]:
         role = ""
         if "--kv-transfer-config" in given:
             said = json.loads(given["--kv-transfer-config"])["kv_role"]
-            role = next((str(role) for role, its in ROLES.items() if its == said), said)
+            role = next((str(role) for role, its in ROLES.items() if its == said), str(said))
         try:
             port, tp, chunk = (
                 int(given[f"--{option}"])
@@ -169,7 +169,7 @@ def _compose(path: Path, engines: Counter[str]) -> Iterator[str]:
     services = file.get("services")
     names = services if isinstance(services, dict) else {}
     for role in ("prefill", "decode", ""):
-        count = sum(name.startswith(f"{role or 'engine'}-") for name in names)
+        count = sum(str(name).startswith(f"{role or 'engine'}-") for name in names)
         if count != engines[role]:
             yield f"services: {count} {role or 'whole'} engines; the scripts start {engines[role]}"
     if "router" not in names:

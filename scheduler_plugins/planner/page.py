@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from scheduler_plugins.planner.files import fleet_name, simulate_command
+from scheduler_plugins.planner.files import TITLE, fleet_name, simulate_command
 from scheduler_plugins.planner.plan import Plan, Row
 
 NOT_SIMULATED = (
@@ -25,7 +25,7 @@ def page(plan: Plan, trace: str, left_out: list[str]) -> str:
 def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
     chosen = plan.chosen
     engines = " and ".join(plan.sources)
-    yield f"# Plan: {chosen.candidate.name}"
+    yield f"{TITLE}{chosen.candidate.name}"
     yield ""
     yield f"**The engines' costs are {engines}.** The rates below are simulated with them. No engine was run for this page."
     for doubt in plan.doubts:

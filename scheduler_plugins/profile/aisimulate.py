@@ -107,7 +107,13 @@ def step_times(
                 f"Python that has it: --from {NAME}=/path/to/python"
             )
         raise ProfileError(f"{NAME} cannot predict {model} on {system}: {last}")
-    seconds = msgspec.json.decode(ended.stdout, type=_Answer).seconds
+    try:
+        seconds = msgspec.json.decode(ended.stdout, type=_Answer).seconds
+    except msgspec.MsgspecError as error:
+        raise ProfileError(
+            f"{NAME}: printed something else than its times ({error}); use {PINNED}, in a Python whose packages print "
+            "nothing when they are imported"
+        ) from None
     if len(seconds) != len(steps):
         raise ProfileError(
             f"{NAME}: {len(seconds)} times came for {len(steps)} steps; use {PINNED}"

@@ -58,7 +58,7 @@ def _settings(given: dict[str, Any], path: Any) -> tuple[RouterConfig, SettingsF
     if path:
         settings = SettingsFile(path, options)
         return settings.current, settings
-    return RouterConfig(**options), None
+    return RouterConfig(**options).checked_here(), None
 
 
 def _run(config: RouterConfig, settings: SettingsFile | None) -> None:

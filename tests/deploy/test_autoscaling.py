@@ -86,3 +86,11 @@ def test_the_router_decides_on_the_number_of_pods_within_the_autoscalers_bounds(
     )
     off = of_kind(rendered({}), "Deployment")["pd-router"]["spec"]["template"]["spec"]["containers"]
     assert not any("slo" in argument for argument in off[0]["args"])
+
+
+def test_several_routers_that_do_not_hear_each_other_are_refused() -> None:
+    """Each would count its own part of the requests, and the adapter takes the largest: too few pods."""
+    with pytest.raises(Exception, match=r"router.replicas 2 with autoscaling.*set it to 1"):
+        rendered({**ON, "router": {"replicas": 2}})
+    args = ["--exchange", "tcp://0.0.0.0:9100", "--fellows", "tcp://pd-router-1:9100"]
+    assert rendered({**ON, "router": {"replicas": 2, "args": args}})

@@ -189,6 +189,7 @@ MORE: dict[str, Callable[[], Launched]] = {
     "paged, 192 and 128, 64 lines": functools.partial(
         paged_call, heads=64, queries=8, dim=192, value_dim=128
     ),
+    "paged, 64 and 512": functools.partial(paged_call, dim=64, value_dim=512),
     "paged, sinks": functools.partial(paged_call, heads=64, dim=64, sinks=True, window=128),
     "paged, sinks, fp8": functools.partial(paged_call, heads=64, dim=64, sinks=True, dtype=FP8),
     "paged, dim 32": functools.partial(paged_call, dim=32),

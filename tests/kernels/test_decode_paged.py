@@ -8,13 +8,14 @@ from typing import Any
 import decode_interpreted
 import pytest
 import torch
-import triton.language as tl  # noqa: F401 - the interpreter wants it where a mod is defined
+import triton.language as tl
 from decode_batches import FP8, by_kernel, by_reference, error, paged_batch, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.language import exp2
 
 from pd_kernels.attention import Mod, alibi, document, paged_decode, plan_paged_decode, soft_cap
-from pd_kernels.attention.paged_call import PagedCall
+from pd_kernels.attention.paged_call import PagedCall, config_of
 from pd_kernels.attention.paged_kernel import launch_paged
 
 BOUND = 5e-3
@@ -187,6 +188,23 @@ def test_mods_that_no_kernel_takes_are_refused_where_they_are_made() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Mod.of(function)
+
+
+where = 3.0
+"""As a name of a module's own beside `tl.where`."""
+
+
+def with_names_of_triton(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+    return tl.where(kv_idx > q_idx, exp2(score), score)
+
+
+def test_a_mod_may_name_what_triton_has() -> None:
+    assert Mod.of(with_names_of_triton)
+
+
+def test_values_wider_than_keys_have_the_launch_options_of_their_own_width() -> None:
+    """By the keys' width alone, tiles of 64 and 512 elements need 300,032 bytes of shared memory: no GPU has them."""
+    assert config_of(64, 2, 16, 512) == config_of(512, 2, 16, 512)
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.02])

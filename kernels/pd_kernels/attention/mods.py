@@ -15,6 +15,7 @@ Causality and sliding windows are arguments of `paged_decode`, because they deci
 read.
 """
 
+import dis
 import functools
 import inspect
 import itertools
@@ -103,7 +104,11 @@ def _check(function: Callable[..., Any]) -> None:
             f"({', '.join(MASK)}). FlexAttention's have no `args`: add it"
         )
     outer = inspect.getclosurevars(function)
-    values = {**outer.nonlocals, **outer.globals}
+    # `outer.globals` also has names of attributes: `where` for `tl.where`.
+    steps = dis.get_instructions(function)
+    loaded = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
+    used = {each: value for each, value in outer.globals.items() if each in loaded}
+    values = {**outer.nonlocals, **used}
     free = [each for each, value in values.items() if not _constant(value)]
     if free:
         raise ValueError(
@@ -115,7 +120,8 @@ def _check(function: Callable[..., Any]) -> None:
 def _constant(value: object) -> bool:
     """Whether a compiled function may name a value of its module."""
     allowed = (types.ModuleType, tl.constexpr, triton.runtime.jit.KernelInterface)
-    return isinstance(value, allowed)
+    of_triton = str(getattr(value, "__module__", "")).startswith("triton.language")
+    return isinstance(value, allowed) or of_triton
 
 
 def check_mods(score: "Mod | None", mask: "Mod | None") -> None:

@@ -30,12 +30,13 @@ def config_of(dim: int, element_bytes: int, height: int, value_dim: int = 0) -> 
     (by default, as many). Their registers and shared memory are checked by compiling ahead of time;
     they are not yet tuned on a GPU."""
     block, part_block = (triton.next_power_of_2(each) for each in (dim, value_dim or dim))
-    if block > 256:
+    widest = max(block, part_block)  # values may be wider than keys
+    if widest > 256:
         # K and V of two tiles in flight, or four of FP8, take most of the shared memory.
         depth = 32 if tuning().column_merge else 16
         stages = 4 if height > 32 else 5 if element_bytes > 1 else 7
         return KernelConfig(32, 8, stages, 1, depth, 1, part_block)
-    tile = max(32, min(128, 8_192 // block))
+    tile = max(32, min(128, 8_192 // widest))
     # With whole lines, a row of few lines would be one part, which a single program merges.
     depth, part = (32, 1) if tuning().column_merge else (16, max(1, 512 // part_block))
     if height > 32:  # asynchronous products (wgmma), which need one buffer more

@@ -38,6 +38,7 @@ async def output_of(
 
     Raises:
         CommandError: it cannot be started, did not end in time, or ended with a status other than 0.
+        OSError: there is no room for its output in the folder of temporary files.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     # Files and not pipes: an engine that inherits a pipe would keep the router waiting for its end.
@@ -75,13 +76,15 @@ async def output_of(
 async def _end(process: asyncio.subprocess.Process) -> None:
     """End a command with all that it has started."""
     for how in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
+        with suppress(
+            ProcessLookupError, PermissionError
+        ):  # no permission: it runs as another user
             os.killpg(process.pid, how)
         with suppress(TimeoutError):
             async with asyncio.timeout(TERM_S):
                 await process.wait()
     # A child can outlive the leader that SIGTERM has ended.
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scheduler_plugins.router.elastic.command import CommandError, output_of
@@ -46,9 +46,15 @@ class _Start:
     """An engine that is being started."""
 
     side: _Side
+    stop_command: str
+    """For its engine, if it is not needed any more. The settings may lose it meanwhile."""
     task: asyncio.Task[None] | None = None
     url: str = ""
-    """As the command has printed it."""
+    """As the command has printed it, or of the engine that a name shows."""
+    earlier: set[str] = field(default_factory=set)
+    """URLs of engines that were there before, or that other starts have."""
+    by_name: bool = False
+    """Whether its command has ended, and a name shall show its engine."""
 
 
 @dataclass(eq=False)
@@ -56,7 +62,11 @@ class _Stop:
     """An engine that is drained, and then stopped."""
 
     side: _Side
-    engine: BackendEngine
+    url: str
+    engine: BackendEngine | None
+    """None: it never came into the list of engines."""
+    command: str
+    """`stop_command` when the stop began: the settings may lose it meanwhile."""
     task: asyncio.Task[None] | None = None
     drains: bool = True
     """False: its command runs, so it cannot be taken back."""
@@ -95,6 +105,7 @@ class Scaling:
         commands = bool(self._pool.config.start_command) and not dry_run
         if commands:
             self._keep_started()
+            self._drain_again()
         for scale in scales:
             side, before = (scale.group, scale.role), self._shown.get((scale.group, scale.role))
             self._shown[side] = scale.engines
@@ -106,7 +117,10 @@ class Scaling:
                 self._reach(scale, failed)
 
     def forget(self, group: str) -> None:
-        """This router no longer decides about the group."""
+        """This router no longer decides about the group. Its starts are cancelled: the next router that decides starts its own."""
+        for start in self._starts:
+            if start.side[0] == group and start.task is not None:
+                start.task.cancel()
         for side in [side for side in self._shown if side[0] == group]:
             del self._shown[side]
             with suppress(KeyError):
@@ -143,11 +157,16 @@ class Scaling:
         """Start or stop engines of a side until it has the number of engines that it shall have."""
         side, now_s = (scale.group, scale.role), asyncio.get_running_loop().time()
         starts = [start for start in self._starts if start.side == side]
+        for start in starts:
+            self._look_behind_names(start)
         begun = {start.url for start in starts}
+        # The guards see the same engines: those of role `both` on either side, and no engine that works alone.
         members = [
             engine
             for engine in self._pool.engines
-            if (engine.role_state.place.group, engine.role) == side
+            if engine.role_state.place.group == scale.group
+            and engine.role in (scale.role, Role.BOTH)
+            and not engine.whole
             and not self._pool.leaves(engine)
             and engine.url not in self._stops
             and engine.url not in begun
@@ -171,13 +190,20 @@ class Scaling:
             if missing < 0 and start.task is not None:
                 start.task.cancel()
                 missing += 1
-        free = [engine for engine in serving if not engine.role_state.pinned]
+        free = [
+            engine
+            for engine in serving
+            if engine.role is scale.role and not engine.role_state.pinned
+        ]
         free.sort(key=lambda engine: (engine.open_requests, engine.context))
-        for engine in free[: max(0, min(-missing, len(serving) - 1))]:
-            self._stop(side, engine)
+        # An engine that may come back replaces none that serves.
+        surplus = len(serving) - scale.engines
+        for engine in free[: max(0, min(surplus, len(serving) - 1))]:
+            self._stop(side, engine.url, engine, self._pool.config.stop_command)
 
     def _start(self, side: _Side, failed: Callable[[Role], None]) -> None:
-        start = _Start(side)
+        earlier = {each.url for each in self._pool.engines if not self._pool.leaves(each)}
+        start = _Start(side, self._pool.config.stop_command, earlier=earlier)
         self._starts.append(start)
         start.task = asyncio.create_task(self._starting(start, failed), name=f"start {side[1]}")
 
@@ -209,39 +235,65 @@ class Scaling:
         begun_s = asyncio.get_running_loop().time()
         try:
             text = await output_of(START, arguments, variables, config.start_timeout_s)
-        except CommandError as error:
+        except (CommandError, OSError) as error:  # OSError: /tmp is full
             raise _StartFailedError("command", str(error)) from None
         lines = [line.strip() for line in text.split("\n") if line.strip()]
         if not lines and any(is_name(url) for url in getattr(config, role)):
-            return  # its name will show it
-        try:
-            start.url = base_url("url", lines[-1] if lines else "")
-        except ValueError as error:
-            raise _StartFailedError(
-                "address",
-                f"{START} must print the engine's URL as its last line, such as http://10.0.0.7:8000: {error}",
-            ) from None
-        self._started[start.url] = start.side
-        self._keep_started()
+            start.by_name = True
+        else:
+            try:
+                start.url = base_url("url", lines[-1] if lines else "")
+            except ValueError as error:
+                raise _StartFailedError(
+                    "address",
+                    f"{START} must print the engine's URL as its last line, such as http://10.0.0.7:8000: {error}",
+                ) from None
+            self._started[start.url] = start.side
+            self._keep_started()
         left_s = config.start_timeout_s - (asyncio.get_running_loop().time() - begun_s)
         end_s = asyncio.get_running_loop().time() + left_s
-        while not any(each.url == start.url and each.up for each in self._pool.engines):
+        while True:
+            self._look_behind_names(start)
+            engine = next((each for each in self._pool.engines if each.url == start.url), None)
+            if engine is not None and engine.up:
+                break
+            if asyncio.get_running_loop().time() >= end_s:
+                raise _StartFailedError(
+                    "serving",
+                    f"{start.url or 'no engine that a name has shown since'} does not serve {config.start_timeout_s:g} s after "
+                    f"{START} began (start_timeout_s): {'?' if engine is None else engine.reason}",
+                )
             await asyncio.sleep(LOOK_S)
-            if asyncio.get_running_loop().time() < end_s:
-                continue
-            why = next((each.reason for each in self._pool.engines if each.url == start.url), "?")
+        if engine.whole:  # it would never count, and others would be started in its place
             raise _StartFailedError(
                 "serving",
-                f"{start.url} does not serve {config.start_timeout_s:g} s after {START} began (start_timeout_s): {why}",
+                f"{start.url} is an SGLang engine that works alone; start it with --disaggregation-mode",
             )
+
+    def _look_behind_names(self, start: _Start) -> None:
+        """If a name shows an engine that no other start has, the start has it from now on."""
+        if not start.by_name or start.url:
+            return
+        group, role = start.side
+        for engine in self._pool.engines:
+            if (
+                engine.url not in start.earlier
+                and engine.url not in self._started
+                and engine.role_state.place.group == group
+                and engine.role in (role, Role.BOTH)
+                and not self._pool.leaves(engine)
+            ):
+                start.url = engine.url
+                for other in self._starts:
+                    other.earlier.add(engine.url)
+                return
 
     def _take_back(self, start: _Start) -> None:
         """Stop the engine of a start that has failed or is not needed any more."""
-        if self._closed:
+        if self._closed or not start.url or start.url in self._stops:
             return
-        for engine in self._pool.engines:
-            if start.url and engine.url == start.url and engine.url not in self._stops:
-                self._stop(start.side, engine)
+        engine = next((each for each in self._pool.engines if each.url == start.url), None)
+        self._stop(start.side, start.url, engine, start.stop_command)
 
     def _keep_started(self) -> None:
         """Put engines that were started here into the list of engines, if the settings file has taken them out."""
@@ -260,46 +312,55 @@ class Scaling:
         except ValueError as error:
             logger.warning("engines that were started cannot be used: %s", error)
 
-    def _stop(self, side: _Side, engine: BackendEngine) -> None:
-        stop = self._stops[engine.url] = _Stop(side, engine)
-        self._pool.drain(engine, True)
-        stop.task = asyncio.create_task(self._stopping(stop), name=f"stop {engine.url}")
+    def _drain_again(self) -> None:
+        """An engine that the settings file has taken out, and that is kept, is not to get requests while it is stopped."""
+        for engine in self._pool.engines:
+            stop = self._stops.get(engine.url)
+            if stop is not None and stop.drains and not engine.draining:
+                stop.engine = engine  # a new one, if it had left already
+                self._pool.drain(engine, True)
+
+    def _stop(self, side: _Side, url: str, engine: BackendEngine | None, command: str) -> None:
+        stop = self._stops[url] = _Stop(side, url, engine, command, drains=engine is not None)
+        if engine is not None:
+            self._pool.drain(engine, True)
+        stop.task = asyncio.create_task(self._stopping(stop), name=f"stop {url}")
 
         def ended(task: asyncio.Task[None]) -> None:
-            del self._stops[engine.url]
-            if task.cancelled() and stop.drains and not self._closed:
-                self._pool.drain(engine, False)  # it is needed again
+            del self._stops[url]
+            if task.cancelled() and stop.drains and stop.engine and not self._closed:
+                self._pool.drain(stop.engine, False)  # it is needed again
 
         stop.task.add_done_callback(ended)
 
     async def _stopping(self, stop: _Stop) -> None:
-        engine, pool, (group, role) = stop.engine, self._pool, stop.side
-        await self._idle(engine)
+        pool, (group, role), url = self._pool, stop.side, stop.url
+        await self._idle(stop)
         stop.drains = False
-        self._started.pop(engine.url, None)
-        self._remove(engine.url)
-        values = {"group": group, "role": role, "url": engine.url}
-        arguments, variables = filled(pool.config.stop_command, values)
+        self._started.pop(url, None)
+        self._remove(url)
+        values = {"group": group, "role": role, "url": url}
+        arguments, variables = filled(pool.config.stop_command or stop.command, values)
         for again in range(STOP_TRIES):
             try:
                 await output_of(STOP, arguments, variables, pool.config.stop_timeout_s)
-            except CommandError as error:
+            except (CommandError, OSError) as error:
                 pool.metrics.engine_starts.labels(group, role, "failed_stop").inc()
                 left = "it is tried again" if again + 1 < STOP_TRIES else "stop it by hand"
-                logger.warning(
-                    "%s gets no more requests, but still runs: %s; %s", engine.url, error, left
-                )
+                logger.warning("%s gets no more requests, but still runs: %s; %s", url, error, left)
                 await asyncio.sleep(TRY_AGAIN_S)
             else:
-                logger.info("%s (%s) was stopped", engine.url, role)
+                logger.info("%s (%s) was stopped", url, role)
                 pool.metrics.engine_starts.labels(group, role, "stopped").inc()
                 break
 
-    async def _idle(self, engine: BackendEngine) -> None:
+    async def _idle(self, stop: _Stop) -> None:
         """Wait until the engine serves nothing and keeps no KV for others, as long as an answer may take."""
         clock, config = asyncio.get_running_loop().time, self._pool.config
         end_s, idle_since_s = clock() + config.answer_timeout_s, clock()
-        while engine.up and clock() < end_s:
+        while (engine := stop.engine) is not None and clock() < end_s:
+            if not (engine.up or engine.load.open_exchanges):
+                return  # one whose health check is late may still answer
             if engine.load.open_exchanges or engine.load.prefills or engine.copies:
                 idle_since_s = clock()
             # A look at its metrics after the last request says whether KV is still to be fetched.

@@ -120,8 +120,8 @@ class Elastic:
                 each.cancel()
             await asyncio.gather(task, *moves, return_exceptions=True)
             await self._scaling.close()
-            if self._days is not None:
-                self._days[1].save()
+            if self._pool.leads:
+                self._leave_days()
 
     async def run(self) -> None:
         """Decide until cancelled."""
@@ -139,6 +139,7 @@ class Elastic:
             self._begin(self._return_home, _by("settings", move), "settings")
         moving = self._pool.config.moving
         if moving is None or not self._pool.leads:
+            self._leave_days()  # another process goes on with the file, and it must not be written over later
             self._forget(self._controllers.keys())
             return
         every = create(moving.policy).scales
@@ -176,8 +177,7 @@ class Elastic:
         """The file of earlier days, if the settings name one."""
         path = self._pool.config.days
         if self._days is not None and self._days[0] != path:
-            self._days[1].save()
-            self._days = None
+            self._leave_days()
         if path and self._days is None:
             try:
                 self._days = path, DaysFile(Path(path))
@@ -187,6 +187,11 @@ class Elastic:
                     self._refused.add(path)
                     logger.warning("%s", error)
         return None if self._days is None else self._days[1]
+
+    def _leave_days(self) -> None:
+        if self._days is not None:
+            self._days[1].save()
+            self._days = None
 
     def _not_started(self, controller: RoleController, group: str, role: Role) -> None:
         controller.not_started(group, role, asyncio.get_running_loop().time())
@@ -222,12 +227,16 @@ class Elastic:
         present = self._controllers.get(group)
         if present is not None and present[:2] == (moving, bounds):
             return present[2]
+        if present is not None and present[0] != moving:
+            self._scaling.forget(group)  # the new policy may want no numbers
         policy = create(moving.policy)
+        # A dry run starts nothing, so nothing is late.
+        limit_s = inf if moving.dry_run else config.start_timeout_s
         made = RoleController(
             Bounded(policy),
             min_prefill=bounds.min_prefill,
             min_decode=bounds.min_decode,
-            limits=bounds.limits(group, config.start_timeout_s) if policy.scales else None,
+            limits=bounds.limits(group, limit_s) if policy.scales else None,
         )
         self._controllers[group] = moving, bounds, made
         logger.info(

@@ -103,10 +103,12 @@ class ScaleGuards:
             self._give_up(side, missing, f"did not come within {limit_s:.0f} s", now_s)
 
     def _give_up(self, side: _Side, missing: int, what: str, now_s: float) -> None:
-        side.failures += 1
+        """Engines that were asked for together fail together: within a pause that counts once."""
+        if now_s >= side.again_s or not side.failures:
+            side.failures += 1
+            side.again_s = now_s + doubled_s(AGAIN_S, side.failures - 1, LONGEST_AGAIN_S)
         side.engines -= missing
         side.cause = f"{missing} that were asked for {what} (failure {side.failures} in a row)"
-        side.again_s = now_s + doubled_s(AGAIN_S, side.failures - 1, LONGEST_AGAIN_S)
 
     def failed(self, group: str, role: Role, now_s: float) -> None:
         """An engine of this side could not be started: it is not waited for any longer."""

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -28,7 +29,7 @@ from scheduler_plugins.router.settings.elastic import (
     moving_of,
 )
 from scheduler_plugins.router.settings.members import is_name
-from scheduler_plugins.router.settings.scaling import START, STOP, checked_command
+from scheduler_plugins.router.settings.scaling import START, STOP, check_program, checked_command
 from scheduler_plugins.router.settings.urls import (
     base_urls,
     check_exchange,
@@ -330,6 +331,17 @@ class RouterConfig:
         if bool(self.start_command) is not bool(self.stop_command):
             given, lacking = (START, STOP) if self.start_command else (STOP, START)
             raise ValueError(f"{given}: is set without {lacking}; set both, or neither")
+        if self.start_command and self.fellows:
+            raise ValueError(
+                f"{START}: cannot be used with fellows, because only one of the routers would drain an engine before it is "
+                "stopped; run one router (workers gives it more processes), or leave the commands out and let Kubernetes "
+                "count by the metric pd_router:engines_wanted"
+            )
+        if scales and self.engine_start_s > self.start_timeout_s:
+            raise ValueError(
+                f"engine_start_s {self.engine_start_s:g}: must be at most start_timeout_s ({self.start_timeout_s:g}), after which "
+                "a start is given up; raise start_timeout_s (limits in the file)"
+            )
         if self.days and not scales:
             raise ValueError(
                 "days: only a role policy that starts engines reads it; set roles to slo"
@@ -337,8 +349,20 @@ class RouterConfig:
         for name in ("max_prefill", "max_decode"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)}: must be 1 or more, or 0 for none")
+
+    def checked_here(self) -> Self:
+        """These settings, if the commands and the file of days can be used on this machine now. Call it where settings are
+        read, and not where the router changes them: a command that was edited must not keep an engine out of the list.
+
+        Raises:
+            ValueError: names the setting and what to do.
+        """
+        for setting in (START, STOP):
+            if text := getattr(self, setting):
+                check_program(setting, text)
         if self.days:
             Days.load(Path(self.days))  # DaysError is a ValueError, and names the file
+        return self
 
     def bounds(self, group: str) -> Bounds:
         """Fewest and most engines of a group."""

@@ -39,9 +39,13 @@ def checked_command(setting: str, text: str) -> None:
         raise ValueError(
             f"{setting}: a shell would read {{...}} as part of its program; write {names} there instead"
         )
-    if shutil.which(arguments[0]) is None:
+
+
+def check_program(setting: str, text: str) -> None:
+    """Raises ValueError: the program of a checked command cannot be run here now."""
+    if shutil.which(program := shlex.split(text)[0]) is None:
         raise ValueError(
-            f"{setting} {arguments[0]!r}: no such program, or it may not be executed; give its whole path, and chmod +x"
+            f"{setting} {program!r}: no such program, or it may not be executed; give its whole path, and chmod +x"
         )
 
 

@@ -138,7 +138,7 @@ def parse(text: bytes, given: Mapping[str, Any], source: str) -> RouterConfig:
                 "classes": file.classes,
                 "routes": _with_class(file.routes, file.classes),
             }
-        )
+        ).checked_here()
     except (ValueError, OverflowError) as error:
         raise SettingsError(written.wrong(error)) from None
 

@@ -16,6 +16,7 @@ from support.charts import rendered
 from pd_connector.tools.cli.app import main
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.planner.estimate import read_model
+from scheduler_plugins.planner.files import PAGE, TITLE, _is_plan
 from scheduler_plugins.planner.inventory import one_device
 from scheduler_plugins.planner.mix import mix_of
 from scheduler_plugins.router.policies.base import Role
@@ -74,6 +75,8 @@ BOMB = "x: &a [1, 1]\nparts: [*a, *a]\n"
         ("start-a.sh", ("--max-num-batched-tokens", "--max-num-batch"), "has no --max-num-batched-tokens"),
         ("start-a.sh", ("PDConnector", "PDConector"), "PDConector"),
         ("start-a.sh", ('"kv_producer"', '"kv_prod"'), "kv_prod"),
+        ("start-a.sh", ('"kv_role"', '"kv_rol"'), "start-a.sh:"),
+        ("start-a.sh", ('"kv_producer"', "[]"), "start-NODE.sh start 1 [] of 1 GPU"),
         ("start-a.sh", (" &\n", "\n"), "is cut off"),
         ("start-a.sh", ("it'\"'\"'s", "it's"), "No closing quotation"),
         ("router.yaml", ("role: prefill", "role: decode"), "ports of prefill engines are"),
@@ -113,6 +116,7 @@ def test_damage_is_named(
         ("values.yaml", ("model:", "modl:"), "model: is missing"),
         ("compose.yaml", ("  prefill-8100:", "  other-8100:"), "services: 1 prefill engines; the scripts start 2"),
         ("compose.yaml", ("  router:", "  rooter:"), "services: has no router"),
+        ("compose.yaml", ("  prefill-8100:", "  8100:"), "services: 1 prefill engines; the scripts start 2"),
         ("compose.yaml", ("services:", "services: 3\nx:"), "services: 0 prefill"),
     ],
 )  # fmt: skip
@@ -184,3 +188,11 @@ def test_secrets_are_references_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
     texts = [path.read_text() for path in folder.rglob("*") if path.is_file()]
     assert not any(secret in text for text in texts)
     assert any("${PD_CONNECTOR_KEY:?" in text for text in texts)
+
+
+def test_a_page_of_the_users_own_is_no_plan_whose_files_may_be_deleted(tmp_path: Path) -> None:
+    page = tmp_path / PAGE
+    page.write_text("# My notes\n")
+    assert not _is_plan(page)
+    page.write_text(f"{TITLE}2 prefill, 1 decode\n")
+    assert _is_plan(page)

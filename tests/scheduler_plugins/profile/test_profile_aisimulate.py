@@ -110,3 +110,9 @@ def test_a_python_without_it_is_told_what_to_install(
     assert "must be aisimulate" in capsys.readouterr().err
     assert ask(folder, "aisimulate=/nowhere/python", "--device", "H100") == 2
     assert "/nowhere/python: cannot be run" in capsys.readouterr().err
+
+
+def test_a_package_that_prints_something_of_its_own_is_named(folder: Path, capsys) -> None:
+    (folder / "there/aisimulate_core/__init__.py").write_text("print('hello')")
+    assert ask(folder, "aisimulate", "--device", "H100", "--gpus", "2") == 2
+    assert "printed something else than its times" in " ".join(capsys.readouterr().err.split())

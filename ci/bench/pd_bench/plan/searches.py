@@ -134,7 +134,7 @@ def searched(
     if best is not None and best.unit_per_s > 0.97 * judge.most_per_s:
         raise TooShortError(
             f"{best.name} keeps the promise at {best.unit_per_s:.1f} a second, where a window of {each} requests is too short "
-            "to tell; give more --each"
+            "to tell; give a longer trace"
         )
     return Searched(best, judge.runs, judge.simulated)
 

@@ -118,6 +118,13 @@ spec:
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if and .Values.autoscaling.enabled (gt (int .Values.router.replicas) 1) -}}
+{{- $fellows := false -}}
+{{- range $arg := .Values.router.args }}{{ if regexMatch "^--fellows([=.]|$)" $arg }}{{ $fellows = true }}{{ end }}{{ end -}}
+{{- if not $fellows -}}
+{{- fail (printf "router.replicas %d with autoscaling: each router would count its own part of the requests only: set it to 1, or give router.args --exchange and --fellows" (int .Values.router.replicas)) -}}
+{{- end -}}
+{{- end -}}
 {{- range $side := list "prefill" "decode" "router" -}}
 {{- $mine := index $.Values $side -}}
 {{- range $label, $_ := $mine.podLabels -}}

@@ -60,6 +60,20 @@ def test_a_command_that_hangs_is_killed_with_its_children(
         time.sleep(0.02)
 
 
+def test_a_command_of_another_user_that_cannot_be_killed_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with sudo."""
+
+    def not_permitted(group: int, how: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(command, "TERM_S", 0.1)
+    monkeypatch.setattr(command.os, "killpg", not_permitted)
+    with pytest.raises(CommandError, match="had not ended"):
+        output("/bin/sleep", "1", timeout_s=0.2)
+
+
 def test_what_a_command_leaves_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
     """An engine inherits the output of the command that starts it, and keeps it open."""
     pid = tmp_path / "pid"
@@ -130,6 +144,18 @@ def test_a_command_does_not_get_the_keys_of_operators_and_clients(
             {"roles": "pressure", "start_command": TRUE, "stop_command": TRUE},
             "role policy pressure starts or stops no engine; set roles to slo",
         ),
+        (
+            {
+                **MOST,
+                "start_command": TRUE,
+                "stop_command": TRUE,
+                "fellows": ("tcp://10.0.0.2:9100",),
+                "exchange": "tcp://0.0.0.0:9100",
+                "router_key": "a-key-of-the-routers-that-is-long-enough",
+            },
+            "start_command: cannot be used with fellows.*run one router",
+        ),
+        ({**MOST, "engine_start_s": 901}, r"must be at most start_timeout_s \(900\).*raise"),
         ({"roles": "pressure", "days": "x"}, "days: only a role policy that starts engines"),
         ({**MOST, "days": "/no/such/folder/days.json"}, "no such folder; make it"),
         ({**MOST, "days": "/etc/passwd"}, "days /etc/passwd: was not written by the router"),
@@ -140,7 +166,7 @@ def test_settings_that_cannot_be_used_say_what_to_do(
     settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        RouterConfig(**{**ENGINES, "roles": "slo", **settings})  # type: ignore[arg-type]
+        RouterConfig(**{**ENGINES, "roles": "slo", **settings}).checked_here()  # type: ignore[arg-type]
 
 
 FILE = """\

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 from router_fakes import FakeEngine, World, run, stream, until
+from sglang_fakes import Switching
 
-from scheduler_plugins.router.elastic import task
+from scheduler_plugins.router.elastic import command, task
 from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.endpoints.page import state
@@ -54,7 +55,7 @@ class Scaled:
             "start_command": f"{folder}/start {{group}} {{role}}",
             "stop_command": f"{folder}/stop {{url}}",
         }
-        most = {"max_prefill": 4, "max_decode": 4}
+        most = {"max_prefill": 4, "max_decode": 4, "engine_start_s": 0.1}
         self.world = World(1, decode, **{"roles": "wants", **commands, **most, **settings})
 
     async def __aenter__(self) -> Scaled:
@@ -176,9 +177,13 @@ def test_a_dry_run_says_a_number_and_starts_nothing(
     caplog.set_level("INFO")
 
     async def scenario() -> None:
-        async with Scaled(tmp_path, f"touch {tmp_path}/begun", roles="dry-run:wants") as scaled:
+        async with Scaled(
+            tmp_path, f"touch {tmp_path}/begun", roles="dry-run:wants", start_timeout_s=0.1
+        ) as scaled:
             scaled.want(3)
             await asyncio.sleep(0.3)
+            scaled.want(3)
+            assert scaled.elastic._scaling._shown["default", Role.DECODE] == 3, "nothing is late"
             assert "group default would have 3 decode engines after 1: wants: " in caplog.text
             assert await scaled.world.metric("engines_wanted", role="decode") == 0
             assert not (tmp_path / "begun").exists()
@@ -219,5 +224,237 @@ def test_an_engine_that_drains_is_taken_back_when_it_is_needed(tmp_path: Path) -
             await until(lambda: not any(each.draining for each in world.engines), "it is back")
             assert (await asked).content.endswith(b"[DONE]\n\n")
             assert not scaled.stopped.exists()
+
+    run(scenario())
+
+
+def test_an_engine_of_both_sides_counts_on_both(tmp_path: Path) -> None:
+    """Otherwise an engine would be started every second, whatever `max_decode` says."""
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", both=True) as scaled:
+            scaled.want(2)
+            assert not scaled.elastic._scaling._starts
+
+    run(scenario())
+
+
+def test_an_engine_that_works_alone_does_not_count(tmp_path: Path) -> None:
+    """The policy does not see it. Otherwise the first tick would stop an engine of the user's."""
+    Wants.decode = 2
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=2) as scaled:
+            scaled.world.known(scaled.world.d[0]).whole = True
+            scaled.elastic._controllers.clear()  # as at the router's start
+            scaled.want(1)
+            assert not scaled.elastic._scaling._stops
+
+    run(scenario())
+
+
+def test_a_start_of_an_engine_that_works_alone_has_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"') as scaled:
+            fake = Switching("x", "null")
+            await fake.start()
+            scaled.world.d.append(fake)
+            (tmp_path / "url").write_text(fake.url)
+            scaled.want(2)
+            await scaled.counted("failed_serving")
+            assert "start it with --disaggregation-mode" in caplog.text
+            await scaled.counted("stopped")
+
+    run(scenario())
+
+
+NAME = "dns+http://nowhere.invalid:8000"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_start_behind_a_name_lasts_until_the_name_shows_an_engine_that_serves(
+    tmp_path: Path, comes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise one more would be started every second until then."""
+
+    async def scenario() -> None:
+        timeout_s = 60.0 if comes else 2.0
+        async with Scaled(
+            tmp_path, f"echo x >> {tmp_path}/begun", start_timeout_s=timeout_s
+        ) as scaled:
+            pool, fake = scaled.pool, await another(scaled.world)
+            pool.edit(replace(pool.config, decode=(*pool.config.decode, NAME)))
+            scaled.want(2)
+            await until((tmp_path / "begun").exists, "the command runs")
+            await asyncio.sleep(0.5)
+            scaled.want(2)
+            if comes:
+                pool._named._members[NAME] = (fake.url,)
+                pool.use(pool.config)
+                scaled.want(2)
+                await scaled.counted("started")
+                assert scaled.world.known(fake).up
+            else:
+                await scaled.counted("failed_serving")
+                assert "no engine that a name has shown since does not serve" in caplog.text
+            scaled.want(2)
+            assert (tmp_path / "begun").read_text() == "x\n"
+
+    run(scenario())
+
+
+def test_a_dead_engine_makes_no_live_one_stop(tmp_path: Path) -> None:
+    Wants.decode = 4
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=4) as scaled:
+            dead = scaled.world.known(scaled.world.d[0])
+            dead.set_down(scaled.now_s, "dead", refusing=False)
+            scaled.want(3)
+            assert not any(engine.draining for engine in scaled.world.engines)
+
+    run(scenario())
+
+
+def test_an_engine_that_looks_down_for_a_while_is_not_stopped_under_its_streams(
+    tmp_path: Path,
+) -> None:
+    Wants.decode = 2
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=2) as scaled:
+            world = scaled.world
+            for fake in world.d:
+                fake.behave = stream(30, gap_s=0.05)
+            asked = asyncio.create_task(world.complete(prompt="a", stream=True))
+            await until(lambda: any(fake.running for fake in world.d), "an engine answers")
+            for fake in world.d:
+                world.known(fake).role_state.pinned = not fake.running
+            scaled.want(1)
+            busy = next(each for each in world.engines if each.draining)
+            busy.set_down(scaled.now_s, "its health check was late", refusing=False)
+            await asyncio.sleep(0.3)
+            assert not scaled.stopped.exists()
+            assert (await asked).content.endswith(b"[DONE]\n\n")
+            await scaled.counted("stopped")
+
+    run(scenario())
+
+
+def test_an_engine_that_drains_is_stopped_even_if_the_settings_lose_the_command(
+    tmp_path: Path,
+) -> None:
+    Wants.decode = 2
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=2) as scaled:
+            scaled.want(1)
+            none = {"start_command": "", "stop_command": ""}
+            scaled.pool.edit(replace(scaled.pool.config, roles="pressure", **none))
+            scaled.elastic.tick(scaled.now_s)
+            wanted = await scaled.world.metric("engines_wanted", group="default", role="decode")
+            assert wanted == 0, "no number is shown"
+            await scaled.counted("stopped")
+
+    run(scenario())
+
+
+def test_an_engine_that_drains_goes_on_when_the_file_is_read_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"') as scaled:
+            before, world, fake = scaled.pool.config, scaled.world, await another(scaled.world)
+            (tmp_path / "url").write_text(fake.url)
+            scaled.want(2)
+            await scaled.counted("started")
+            world.known(world.d[0]).role_state.pinned = True
+            fake.behave = stream(20, gap_s=0.05)
+            asked = [
+                asyncio.create_task(world.complete(prompt=f"{n}", stream=True)) for n in range(2)
+            ]
+            await until(lambda: fake.running == 1, "it answers")
+            scaled.want(1)
+            assert world.known(fake).draining
+            scaled.pool.edit(replace(before, attempts=2))
+            scaled.elastic.tick(scaled.now_s)
+            assert world.known(fake).draining
+            assert not scaled.pool.leaves(world.known(fake))
+            await asyncio.gather(*asked)
+            await scaled.counted("stopped")
+
+    run(scenario())
+
+
+def test_a_start_without_room_for_its_output_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "true") as scaled:
+            monkeypatch.setattr(command.tempfile, "TemporaryFile", full)
+            scaled.want(2)
+            await scaled.counted("failed_command")
+
+    run(scenario())
+
+
+def test_an_engine_that_came_though_the_command_to_stop_it_is_gone_serves(tmp_path: Path) -> None:
+    """What is checked where settings are read must not refuse an engine that was started."""
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"') as scaled:
+            fake = await another(scaled.world)
+            (tmp_path / "url").write_text(fake.url)
+            (tmp_path / "stop").chmod(0o600)
+            scaled.want(2)
+            await scaled.counted("started")
+            (tmp_path / "stop").chmod(0o700)
+
+    run(scenario())
+
+
+def test_an_engine_that_never_came_into_the_list_is_stopped(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"', start_timeout_s=0.5) as scaled:
+            own = f"http://127.0.0.1:{scaled.world.port}"
+            (tmp_path / "url").write_text(own)
+            config = scaled.pool.config
+            scaled.pool.edit(replace(config, host="127.0.0.1", port=scaled.world.port))
+            scaled.want(2)
+            await scaled.counted("failed_serving")
+            await scaled.counted("stopped")
+            assert scaled.stopped.read_text() == f"{own}\n"
+            assert not scaled.elastic._scaling._started
+
+    run(scenario())
+
+
+def test_a_router_that_decides_no_longer_ends_its_starts(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "exec sleep 60") as scaled:
+            scaled.want(2)
+            await until(lambda: bool(scaled.elastic._scaling._starts), "it is being started")
+            scaled.pool.leads = False
+            scaled.want(2)
+            await until(lambda: not scaled.elastic._scaling._starts, "it is given up")
+
+    run(scenario())
+
+
+def test_the_days_of_a_router_that_decides_no_longer_are_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "days.json"
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "exit 1", days=str(path)) as scaled:
+            async with scaled.elastic.running():
+                scaled.want(1)
+                scaled.pool.leads = False
+                scaled.want(1)
+                assert path.exists()
+                path.write_text("newer")
+            assert path.read_text() == "newer"
 
     run(scenario())

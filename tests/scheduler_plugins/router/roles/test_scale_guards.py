@@ -124,6 +124,18 @@ def test_an_engine_that_cannot_be_started_is_not_waited_for() -> None:
     assert world.after(AGAIN_S, 2)[P] == 4
 
 
+def test_starts_that_fail_together_are_one_failure() -> None:
+    world = World()
+    world.after(0, 1)
+    world.policy.prefill = 5
+    assert world.after(1, 1)[P] == 5
+    for _ in range(4):
+        world.controller.not_started("g", P, world.now_s)
+    assert world.after(1, 1)[P] == 1
+    assert world.after(AGAIN_S - 2, 1)[P] == 1
+    assert world.after(2, 1)[P] == 5, "the pause has not doubled"
+
+
 def test_pinned_engines_count_and_stay() -> None:
     world = World()
     for member in world.members[:3]:
