@@ -99,7 +99,12 @@ def _started(path: Path) -> list[Started]:
         name, _, listed = gpus.partition("=")
         role = ""
         if "--kv-transfer-config" in given:
-            said = json.loads(given["--kv-transfer-config"])["kv_role"]
+            try:
+                said = json.loads(given["--kv-transfer-config"])["kv_role"]
+            except (LookupError, TypeError, ValueError):
+                raise ValueError(
+                    f"line {n}: --kv-transfer-config is no object with kv_role"
+                ) from None
             role = next((str(role) for role, its in ROLES.items() if its == said), str(said))
         try:
             port, tp, chunk = (

@@ -31,7 +31,8 @@ ARGS: dict[str, list[str]] = {"short conv": [], "delta net": BFLOAT, "mamba2": N
 TOLERANCES = {"short conv": 1e-4, "delta net": 0.04, "mamba2": 1e-3}
 """How far apart logprobs of a pair and of one engine may be."""
 ROUNDED = 0.15, 8
-"""The same for bfloat16 on one and on two ranks, which sum in another order; and tokens after which texts may differ."""
+"""The same for bfloat16 on one and on two ranks, which sum in another order, but for one token; and tokens after which texts
+may differ."""
 SETUPS: dict[str, dict[str, Any]] = {
     "short conv": {},
     "short conv without a prefix cache here": {"decode_args": NO_CACHE},
@@ -102,11 +103,18 @@ def assert_same(pair: Pair, answer: Answer, wanted: Answer, *, rounded: bool = F
         assert_same_logprobs(answer, wanted, TOLERANCES[kind(pair)])
         return
     tolerance, count = ROUNDED
-    first = (
-        Answer(one.tokens[:count], one.logprobs[:count], one.top[:count], "", {})
-        for one in (answer, wanted)
-    )
-    assert_same_logprobs(*first, tolerance)
+    off = []
+    for place in range(count):
+        here, there = (
+            Answer([one.tokens[place]], [one.logprobs[place]], [one.top[place]], "", {})
+            for one in (answer, wanted)
+        )
+        try:
+            assert_same_logprobs(here, there, tolerance)
+        except AssertionError as error:
+            off.append(f"token {place}: {error}")
+    # A rounded token can take another expert. That is over with the next token; another state is not.
+    assert len(off) <= 1, "\n".join(off)
 
 
 def received(
