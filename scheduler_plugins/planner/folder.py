@@ -103,7 +103,7 @@ def _started(path: Path) -> list[Started]:
                 said = json.loads(given["--kv-transfer-config"])["kv_role"]
             except (LookupError, TypeError, ValueError):
                 raise ValueError(
-                    f"line {n}: --kv-transfer-config is no object with kv_role"
+                    f"line {n}: --kv-transfer-config is not an object with kv_role"
                 ) from None
             role = next((str(role) for role, its in ROLES.items() if its == said), str(said))
         try:

@@ -75,7 +75,7 @@ BOMB = "x: &a [1, 1]\nparts: [*a, *a]\n"
         ("start-a.sh", ("--max-num-batched-tokens", "--max-num-batch"), "has no --max-num-batched-tokens"),
         ("start-a.sh", ("PDConnector", "PDConector"), "PDConector"),
         ("start-a.sh", ('"kv_producer"', '"kv_prod"'), "kv_prod"),
-        ("start-a.sh", ('"kv_role"', '"kv_rol"'), "is no object with kv_role"),
+        ("start-a.sh", ('"kv_role"', '"kv_rol"'), "is not an object with kv_role"),
         ("start-a.sh", ('"kv_producer"', "[]"), "start-NODE.sh start 1 [] of 1 GPU"),
         ("start-a.sh", (" &\n", "\n"), "is cut off"),
         ("start-a.sh", ("it'\"'\"'s", "it's"), "No closing quotation"),
