@@ -118,9 +118,10 @@ def test_a_layers_index_keys_have_a_number_of_their_own() -> None:
     assert (keys.key_dim, keys.page_size) == (132, PAGE)
 
 
-def test_a_pipeline_stage_can_have_no_index_keys() -> None:
+def test_a_pipeline_stage_can_have_no_index_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = sparse()
-    pool.index_k_with_scale_buffer = [buffer[:0] for buffer in pool.index_k_with_scale_buffer]
+    none = [buffer[:0] for buffer in pool.index_k_with_scale_buffer]
+    monkeypatch.setattr(type(pool), "index_k_with_scale_buffer", none)
     (kv,) = describe_cache(pool, NAMED, own_shard(pool, 0, 1)).geometry.groups
     assert len(kv.layers) == LAYERS
 
