@@ -2,6 +2,7 @@
 """Reads the parts of a chunk that a rank needs, and verifies them before a byte is used."""
 
 import mmap
+import time
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
@@ -122,6 +123,20 @@ class Loader:
                 origin = record.writer.engine_id, writer_of(record), record.writer.codec
                 parts.append(ReadPart(record.geometry, needed, data, *origin))
         return ReadChunk(parts, own, sum(part.need.nbytes for part in parts))
+
+
+def seconds_to_read(store: Store, key: bytes) -> float | None:
+    """Read all parts of a chunk and drop them, to measure the store. None if it cannot be read."""
+    began_s = time.monotonic()
+    try:
+        if (stored := store.bring(key)) is None:
+            return None
+        for part in stored.parts:
+            with store.read(key, part) as reading:
+                reading.into(memoryview(bytearray(reading.nbytes)), 0)
+    except PoolError:
+        return None
+    return time.monotonic() - began_s
 
 
 def read_head(reading: Reading) -> tuple[Header, Record]:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from pd_connector.errors import Cause, Miss, PoolError
+from pd_connector.errors import Cause, Miss
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, root, salt_digest, token_bytes
 from pd_connector.pool.load_breakeven import Answers, LoadBreakeven
+from pd_connector.pool.loader import seconds_to_read
 from pd_connector.pool.part_names import part_codec
 from pd_connector.pool.store.base import Found, Store
 from pd_connector.pool.trust import WriterTrust
@@ -220,17 +221,9 @@ class PoolPrompts:
 
     def _probe(self, key: bytes, hit: Found) -> None:
         """Read a chunk to measure the store. No request waits for it."""
-        began_s = time.monotonic()
-        try:
-            if (stored := self._store.bring(key)) is None:
-                return
-            for part in stored.parts:
-                with self._store.read(key, part) as reading:
-                    reading.into(memoryview(bytearray(reading.nbytes)), 0)
-        except PoolError:
-            return
-        with self._lock:
-            self.breakeven.probed(hit.tier, hit.nbytes, time.monotonic() - began_s)
+        if (seconds := seconds_to_read(self._store, key)) is not None:
+            with self._lock:
+                self.breakeven.probed(hit.tier, hit.nbytes, seconds)
 
     def _answered(self, seconds: float, now: float) -> None:
         if seconds < _SLOW_S:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from pd_connector.errors import Cause, Miss, PoolError
+from pd_connector.errors import Cause, Miss
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.load_breakeven import Answers, LoadBreakeven
+from pd_connector.pool.loader import seconds_to_read
 from pd_connector.pool.part_names import part_codec, part_draft
 from pd_connector.pool.store.base import Found, Store
 from pd_connector.telemetry import Telemetry
@@ -246,16 +247,8 @@ class PoolLookups:
 
     def _read(self, key: bytes, hit: Found) -> None:
         """Read a chunk to measure the store. No request waits for it."""
-        began_s = time.monotonic()
-        try:
-            if (stored := self._store.bring(key)) is None:
-                return
-            for part in stored.parts:
-                with self._store.read(key, part) as reading:
-                    reading.into(memoryview(bytearray(reading.nbytes)), 0)
-        except PoolError:
-            return
-        self._probed.append((hit.tier, hit.nbytes, time.monotonic() - began_s))
+        if (seconds := seconds_to_read(self._store, key)) is not None:
+            self._probed.append((hit.tier, hit.nbytes, seconds))
 
     def _missed(self, prompt: PoolPrompt, cause: str) -> int:
         prompt.look = None
