@@ -45,14 +45,17 @@ class Mod:
         reference: the function for tensors of torch.
         args: tensors on the cache's device, and numbers.
         number: its key in REGISTRY.
+        arity: number of the function's parameters, by which score and mask mods are told apart.
     """
 
     kernel: Any
     reference: Callable[..., torch.Tensor]
     args: tuple[Any, ...] = ()
     number: int = field(default_factory=lambda: next(_numbers))
+    arity: int = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "arity", len(inspect.signature(self.reference).parameters))
         REGISTRY[self.number] = self
 
     @classmethod
@@ -127,7 +130,7 @@ def _constant(value: object) -> bool:
 def check_mods(score: "Mod | None", mask: "Mod | None") -> None:
     """Raise ValueError if a mask mod is passed as a score mod, or the other way round."""
     for kind, mod, parameters in (("score_mod", score, SCORE), ("mask_mod", mask, MASK)):
-        if mod is not None and len(inspect.signature(mod.reference).parameters) != len(parameters):
+        if mod is not None and mod.arity != len(parameters):
             raise ValueError(
                 f"{kind}: its function must have the parameters ({', '.join(parameters)})"
             )
