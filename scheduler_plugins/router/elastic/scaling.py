@@ -126,6 +126,10 @@ class Scaling:
             with suppress(KeyError):
                 self._pool.metrics.engines_wanted.remove(*side)
 
+    def has_started(self, url: str) -> bool:
+        """Whether a command of this router has started the engine, and none has begun to stop it."""
+        return url in self._started
+
     async def close(self) -> None:
         """End what is under way. An engine that drains goes on draining; one whose start has not ended is not waited for."""
         self._closed = True

@@ -215,11 +215,16 @@ class Elastic:
             faults.note("slow", f"{title} {slow_text(took_s)}", now_s)
 
     def _awaits(self, group: str) -> bool:
-        """Whether an engine of the group has never been up."""
-        members = [
-            engine for engine in self._pool.engines if engine.role_state.place.group == group
-        ]
-        return not all(engine.starts for engine in members)
+        """Whether an engine of the group has never been up, other than one that this router has started or is leaving:
+        numbers count the first, and nothing waits for the second."""
+        return any(
+            engine.role_state.place.group == group
+            and not engine.starts
+            and not engine.draining
+            and not self._pool.leaves(engine)
+            and not self._scaling.has_started(engine.url)
+            for engine in self._pool.engines
+        )
 
     def _controller(self, group: str, moving: Moving, members: Iterable[Member]) -> RoleController:
         config = self._pool.config

@@ -160,6 +160,22 @@ def test_a_start_that_fails_is_named_counted_and_not_waited_for(
     run(scenario())
 
 
+def test_a_new_router_decides_while_an_engine_that_it_has_started_does_not_serve_yet(
+    tmp_path: Path,
+) -> None:
+    """Only engines that were listed before are waited for."""
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "echo http://127.0.0.1:1") as scaled:
+            scaled.want(2)
+            await until(lambda: len(scaled.world.engines) == 3, "it is in the list")
+            scaled.want(3)
+            wanted = await scaled.world.metric("engines_wanted", group="default", role="decode")
+            assert wanted == 3
+
+    run(scenario())
+
+
 def test_an_engine_that_is_no_longer_needed_is_not_waited_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with Scaled(tmp_path, "echo $$ > pid; exec sleep 60") as scaled:
