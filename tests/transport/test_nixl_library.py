@@ -25,7 +25,8 @@ print("done", flush=True)
 """
 BY_HAND = """
 from nixl import _api
-agent = _api.nixl_agent("by-hand", _api.nixl_agent_config(backends=["UCX"]))
+from pd_connector.transport.nixl.library import persistently
+agent = persistently(lambda: _api.nixl_agent("by-hand", _api.nixl_agent_config(backends=["UCX"])))
 print("done", flush=True)
 """
 
