@@ -66,10 +66,13 @@ _ROOT = str(Path(pd_connector.__file__).parents[1])
 PROGRAM_S = 20.0
 
 _NIXL_TRIAL = """
-from pd_connector.transport.nixl.library import import_nixl
+from pd_connector.transport.nixl.library import import_nixl, persistently
 api = import_nixl()
-agent = api.nixl_agent("pd-connector-doctor", api.nixl_agent_config(backends=[]))
-agent.create_backend("UCX")
+def opened():
+    agent = api.nixl_agent("pd-connector-doctor", api.nixl_agent_config(backends=[]))
+    agent.create_backend("UCX")
+    return agent
+agent = persistently(opened)
 """
 _DEVICE_TRIAL = """
 import triton
