@@ -29,9 +29,9 @@ def sparse_mla_decode(
     Args:
         q: bfloat16 or float16 `[tokens, heads, 576]`, as in `mla_decode`.
         cache: `[rows, 576]` of q's dtype, or uint8 `[rows, 656]` in FlashMLA's FP8 layout. A row is a token.
-        slots: int32 `[tokens, top k]`, the rows that each query attends to. -1 is no row, wherever it stands. A row that
+        slots: int32 `[tokens, top k]`, the rows that each query attends to. -1 marks a missing row, wherever it stands. A row that
             is named twice counts twice. Rows are not checked on the device.
-        counts: int32 `[tokens]`: only so many of a query's slots are looked at, from the first on.
+        counts: int32 `[tokens]`, the number of slots that are read of each query, from the first on.
         scale, out, return_lse, return_partials: as in `mla_decode`. The result of a query without rows is zero, and
             its lse is -inf.
         plan: from `plan_sparse_mla_decode`, filled for these counts. By default, the call makes one.

@@ -66,7 +66,7 @@ def tile_tokens(
     `[TILE, 1]`. Also the tokens' numbers, and which of them lie in the sequence, `[TILE]`. CACHE:
     strides of page and token.
 
-    With pages of one token, -1 in place of a page is no token; see `chosen_tokens`."""
+    With pages of one token, -1 in place of a page marks a missing token; see `chosen_tokens`."""
     token = tile * TILE + tl.arange(0, TILE)
     inside = token < length
     mask = inside
