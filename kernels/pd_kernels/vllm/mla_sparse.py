@@ -145,11 +145,11 @@ class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
             and group.num_layers > 1
             and attn_metadata.num_decode_tokens == queries
         ):
-            found = self._convert_logical_to_physical_topk(
+            converted = self._convert_logical_to_physical_topk(
                 chosen, attn_metadata, block_stride_rows=stride, return_valid_counts=True
             )
         else:
-            found = triton_convert_req_index_to_global_index(
+            converted = triton_convert_req_index_to_global_index(
                 attn_metadata.req_id_per_token[:queries],
                 attn_metadata.block_table,
                 chosen,
@@ -158,7 +158,7 @@ class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
                 NUM_TOPK_TOKENS=chosen.shape[1],
                 return_valid_counts=True,
             )
-        slots, counts = found
+        slots, counts = converted
         return slots, counts
 
 
