@@ -30,6 +30,7 @@ class EngineFacts(NamedTuple):
         attends_ahead: a token's KV depends on the whole prompt (prefix LM).
         states: which page tables list states.
         left_tokens: of a prompt, that the prefill side leaves to the decode engine (`handoff.left_tokens`).
+        drafts: it speculates, so an engine of the same model may leave another number of tokens.
     """
 
     engine_id: str
@@ -43,6 +44,12 @@ class EngineFacts(NamedTuple):
     attends_ahead: bool = False
     states: StateTables = NO_STATES
     left_tokens: int = 0
+    drafts: bool = False
+
+    @property
+    def may_leave_tokens(self) -> bool:
+        """Whether engines of this model may leave tokens."""
+        return self.drafts or self.left_tokens > 0
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "EngineFacts":
@@ -68,4 +75,5 @@ class EngineFacts(NamedTuple):
                 drops_last=drafts is not None and drafts.use_eagle_block_drop(),
             ),
             left_tokens=left_tokens(vllm_config, (group.kv_cache_spec for group in groups)),
+            drafts=drafts is not None,
         )

@@ -77,7 +77,11 @@ class SchedulerSide:
         shared = self._status, unfilled, uncomputable, self.identity.adapters
         self._fetching = Fetching(config, windows, states, left, ranks, self.telemetry, *shared)
         self._status.add(*self._fetching.rules)
-        address = transfer_params.ProducerAddress(engine.engine_id, consumes=engine.consumes)
+        address = transfer_params.ProducerAddress(
+            engine.engine_id,
+            consumes=engine.consumes,
+            left_tokens=left if engine.may_leave_tokens else None,
+        )
         self._model = LoadedModel(ranks, pool=bool(config.pool))
         self.offers = Offers(
             windows,

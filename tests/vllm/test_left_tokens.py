@@ -107,6 +107,51 @@ def test_what_mtp_modules_read_ahead_is_left(kind: str, tokens: int, modules: in
     assert offer.final_token is None
 
 
+SPECULATED = [(1, 4), (4, 1), (2, 4), (4, 2), (3, 3)]
+"""Speculative tokens of a prefill and of a decode engine."""
+
+
+def side_by_side(counts: tuple[int, int], tokens: int, *, told: bool) -> tuple[Offer, Load | None]:
+    """A prompt of which both engines are told at once, each with MTP modules and a number of speculative tokens of its own.
+
+    Args:
+        told: the decode engine is told what the producer's address says.
+    """
+    engines = []
+    for count in counts:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                VllmConfig, "num_prefill_lookahead_tokens", property(lambda _, n=count: n)
+            )
+            engines.append(engine_of([FULL], drafts="mtp", defer_pages=False))
+    producer, consumer = engines
+    address = producer.side.offers.address
+    assert address.left_tokens == counts[0] - 1
+    fields = {**address.fields(), "remote_block_ids": None}
+    producer.add("p", tokens, 8, **OFFER, transfer_id="t")
+    consumer.fetch("d", tokens, **{k: v for k, v in fields.items() if told or k != "left_tokens"})
+    load = loaded(consumer)
+    return offered(producer), load
+
+
+@pytest.mark.parametrize("tokens", [40, 100])
+@pytest.mark.parametrize("counts", SPECULATED)
+def test_engines_that_speculate_otherwise_count_alike(counts: tuple[int, int], tokens: int) -> None:
+    offer, load = side_by_side(counts, tokens, told=True)
+    assert load is not None
+    assert load.identity == offer.identity
+    assert offer.tokens == tokens - (counts[0] - 1)
+    assert load.stop_token == tokens - max(1, *(count - 1 for count in counts))
+
+
+@pytest.mark.parametrize("counts", SPECULATED)
+def test_without_the_address_a_decode_engine_counts_its_own(counts: tuple[int, int]) -> None:
+    """The control: engines of before name other tokens, and a producer refuses that."""
+    offer, load = side_by_side(counts, 40, told=False)
+    assert load is not None
+    assert (load.identity == offer.identity) is (counts[0] == counts[1])
+
+
 @pytest.mark.parametrize("said", [4, 5])
 def test_of_a_short_prompt_that_a_producer_computed_whole_nothing_is_fetched(
     said: int, modules: int

@@ -93,7 +93,8 @@ class Fetching(Part):
     Args:
         windows: page sizes and windows of the engine's page tables.
         states: the page tables that list states.
-        left: tokens at the end of a prompt that a producer leaves to this engine.
+        left: tokens at the end of a prompt that this engine computes itself, and that a producer leaves to it if its address
+            does not say how many.
         ranks: number of ranks of this engine.
         status: says whether a request's KV may be compared.
         unfilled: gets the loads.
@@ -123,7 +124,7 @@ class Fetching(Part):
         outdated = StaleAdapterPages(adapters, uncomputable, self._given_up)
         self.rules: tuple[PageRule, ...] = (outdated, FetchGoesFirst(self._computes))
         self._recomputed = Recomputed(windows.page_sizes)
-        self.audits = Audits(config, windows, states, left, ranks)
+        self.audits = Audits(config, windows, states, ranks)
 
     def bind(self, manager: "KVCacheManager") -> None:
         self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
@@ -170,7 +171,8 @@ class Fetching(Part):
         appended its first token. A producer may leave the prompt's last tokens to its consumer."""
         if params.remote_num_tokens is not None:
             return params.remote_num_tokens
-        return max(0, int(request.num_prompt_tokens) - self._left)
+        left = self._left if params.left_tokens is None else params.left_tokens
+        return max(0, int(request.num_prompt_tokens) - left)
 
     def queued(self, request: "Request") -> None:
         self._uncomputable.add(request)
