@@ -151,7 +151,9 @@ class SchedulerSide:
             offers = parsed.do_remote_decode and not parsed.describe
             if offers and self._engine.produces and self._engine.left_tokens:
                 if not parsed.from_first_token:
-                    leave_tokens(request, self._engine.left_tokens)
+                    leave_tokens(
+                        request, self._engine.left_tokens, inputs_whole=self._engine.inputs_whole
+                    )
                     if self.pool:
                         self.pool.queued(request)  # its chunks are those of the shorter prompt
                 stop_after_prompt(request)
