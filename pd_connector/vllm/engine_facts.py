@@ -31,6 +31,7 @@ class EngineFacts(NamedTuple):
         states: which page tables list states.
         left_tokens: of a prompt, that the prefill side leaves to the decode engine (`handoff.left_tokens`).
         inputs_whole: see `handoff.left_tokens.takes_inputs_whole`.
+        replays: vLLM replays a window behind a prefix hit (`pages.replayed`).
         drafts: it speculates, so an engine of the same model may leave another number of tokens.
     """
 
@@ -46,6 +47,7 @@ class EngineFacts(NamedTuple):
     states: StateTables = NO_STATES
     left_tokens: int = 0
     inputs_whole: bool = False
+    replays: bool = False
     drafts: bool = False
 
     @property
@@ -78,5 +80,6 @@ class EngineFacts(NamedTuple):
             ),
             left_tokens=left_tokens(vllm_config, (group.kv_cache_spec for group in groups)),
             inputs_whole=takes_inputs_whole(vllm_config),
+            replays=any(group.kv_cache_spec.prefix_replay_tokens for group in groups),
             drafts=drafts is not None,
         )

@@ -25,6 +25,7 @@ from harness import (
 )
 from pairs import Pair, Setup, Side
 from recipes import NEWEST, OLDER, Recipe, Vllm, frozen
+from test_handoff import prompt_of
 from test_states import (
     ARGS,
     TOLERANCES,
@@ -44,7 +45,7 @@ TWO_STAGES = ["--pipeline-parallel-size", "2"]
 DIMS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 SETUPS: Mapping[str, Mapping[str, Any]] = {
     **{kind: {} for kind in ARGS},
-    "delta net, two stages": {"prefill_args": TWO_STAGES},
+    "delta net, two stages": {"prefill_args": TWO_STAGES, "build": "delta net in stages"},
     "mamba2, two stages": {"prefill_args": TWO_STAGES},
     "mamba2, two stages to two ranks": {"prefill_args": TWO_STAGES, "decode_args": TWO_RANKS},
     "delta net, dims first": {"decode_env": DIMS_FIRST},
@@ -91,9 +92,10 @@ def setup(request: pytest.FixtureRequest, folder: Path) -> Setup:
     for version, place in (("0.31", OLDER), ("0.33", NEWEST)):
         if other == version and not place.is_dir():
             pytest.skip(f"no vLLM {version}: run ci/setup-tests")
-    path = folder / kind_of(name).replace(" ", "_")
+    built = unlike.pop("build", kind_of(name))
+    path = folder / built.replace(" ", "_") / kind_of(name).replace(" ", "_")
     if not path.exists():
-        build(kind_of(name), path)
+        build(built, path)
     base = Setup.of(model=path, both=True, vllm="0.32 V1", args=ARGS[kind_of(name)], **unlike)
     return UnlikeSetup(**vars(base), other=other, decode_env=tuple(env.items()))
 
@@ -165,7 +167,7 @@ def test_a_harmed_state_is_another_answer(pair: Pair, harm: str) -> None:
     prompt, wanted = prompt_and_answer(pair.p, 700)
     whole = completion(pair.p, prompt, 1)
     longer = [*prompt, int(whole.tokens[0].removeprefix("token_id:"))]
-    others = {"of a token more": longer, "another request's": [7, *prompt[1:]]}
+    others = {"of a token more": longer, "another request's": prompt_of(len(prompt), 500)}
     salt, salt_of_other = fresh_salt(), fresh_salt()
     if other := others.get(harm):
         theirs = prefill_step(pair.p, other, cache_salt=salt_of_other)

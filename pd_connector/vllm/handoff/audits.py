@@ -118,16 +118,17 @@ class Audits:
             self._chosen[request_id] = self._share > 0 and random.random() < self._share
         return self._chosen[request_id] and self._eligible(request, fetch, missing)
 
+    def wants(self, request: "Request", fetch: Fetch, missing: int) -> bool:
+        """Whether an audit would begin with this request now. `missing`: see `computes`."""
+        return self.computes(request, fetch, missing) and self._eligible(request, fetch, missing)
+
     def begin(self, request: "Request", fetch: Fetch, unchanged: Callable[[], bool]) -> bool:
         """vLLM has allocated pages to compute a prompt; returns whether it will be audited.
 
         Args:
             unchanged: asked after the prompt was computed: does the adapter still have the fetch's content?
         """
-        missing = fetch.tokens - fetch.computed_tokens
-        if not self.computes(request, fetch, missing):
-            return False
-        if not self._eligible(request, fetch, missing):
+        if not self.wants(request, fetch, fetch.tokens - fetch.computed_tokens):
             return False
         position = 0 if fetch.pair in self._kv_only else self._position(request, fetch)
         self._audits[request.request_id] = _Audit(fetch, unchanged, state_token=position)

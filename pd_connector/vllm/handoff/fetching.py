@@ -100,6 +100,7 @@ class Fetching(Part):
         unfilled: gets the loads.
         uncomputable: requests that only a fetch can serve.
         adapters: what is known of the engine's adapters.
+        replays: vLLM replays a window behind a prefix hit.
     """
 
     def __init__(
@@ -114,7 +115,10 @@ class Fetching(Part):
         unfilled: PartialPages,
         uncomputable: Uncomputable,
         adapters: Adapters,
+        *,
+        replays: bool = False,
     ) -> None:
+        self._replays = replays
         self._status, self._states, self._left = status, states, left
         self._partial_pages = unfilled
         self._telemetry = telemetry
@@ -162,9 +166,11 @@ class Fetching(Part):
         needed = request.num_prompt_tokens - max(1, self._left)  # the others are computed here
         tokens = min(self.tokens(request, params), max(0, needed))
         stage = Stage.WATCHED if watch else Stage.HELD
-        self._fetches[request.request_id] = Fetch(
-            params.remote_request_id, *identity, peers, params.wait, tokens, stage
-        )
+        fetch = Fetch(params.remote_request_id, *identity, peers, params.wait, tokens, stage)
+        self._fetches[request.request_id] = fetch
+        compares = self._replays and request.request_id not in self._uncomputable
+        if compares and self.audits.wants(request, fetch, tokens):
+            request.skip_reading_prefix_cache = True  # KV behind a hit is not compared
 
     def tokens(self, request: "Request", params: TransferParams) -> int:
         """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
