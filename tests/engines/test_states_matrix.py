@@ -41,7 +41,14 @@ from told import told_at_once
 from tools import probe_all
 
 WANTED = os.environ.get("PD_STATES", "")
-TWO_STAGES = ["--pipeline-parallel-size", "2"]
+# vLLM's CPU pipeline parallelism fails with --enforce-eager.
+TWO_STAGES = [
+    "--pipeline-parallel-size",
+    "2",
+    "--no-enforce-eager",
+    "--compilation-config",
+    '{"backend": "eager"}',
+]
 DIMS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 SETUPS: Mapping[str, Mapping[str, Any]] = {
     **{kind: {} for kind in ARGS},

@@ -75,7 +75,11 @@ def offers(engine: SteppedEngine, count: int) -> Iterator[Offer]:
         engine.add(name, TOKENS, 1, **OFFER)
         while True:
             last = next(
-                (c for c in engine.step() if isinstance(c, Offer) and c.final and c.request == name),
+                (
+                    c
+                    for c in engine.step()
+                    if isinstance(c, Offer) and c.final and c.request == name
+                ),
                 None,
             )
             if last is not None:

@@ -22,7 +22,7 @@ MOVED = 1 / 16
 MOST_MOVED = 1024
 """Most moved tokens that are kept of a chunk, or of a layer. With more of them the whole layer's distance is large, too."""
 REACH = 64
-"""A token that has moved may move the states of so many tokens behind it."""
+"""A token that has moved may move states up to this number of tokens behind it."""
 _MOST_SHARE = 1 / 4
 """If more than this part of a layer's tokens is far apart, experts are not the cause."""
 

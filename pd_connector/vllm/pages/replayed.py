@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 WHOLE_EVERY = 16
-"""Of so many prompts for decode engines, one is computed without a prefix cache: an audit needs one."""
+"""One prompt for a decode engine in this number is computed without a prefix cache: an audit needs one."""
 
 
 def replayed(request: "Request") -> bool:
     """Whether a request's KV stands behind a window that was replayed."""
-    return request.replay_start > 0
+    return bool(request.replay_start > 0)
 
 
 class ReplayedWindow(PageRule):
