@@ -38,7 +38,7 @@ from test_states import (
 )
 from tiny_models import build
 from told import told_at_once
-from tools import probe_all
+from tools import delta, probe_all
 
 WANTED = os.environ.get("PD_STATES", "")
 # vLLM's CPU pipeline parallelism fails with --enforce-eager.
@@ -124,6 +124,24 @@ def test_pairs_answer_as_one_engine(pair: Pair) -> None:
             prompt, wanted = prompt_and_answer(way.p, tokens)
             answer = handed_over(pair, way.d, partial(ask, way, prompt))
             assert_same(pair, answer, wanted, rounded=rounds(pair))
+
+
+WANTED_BYTES = {  # two layers of either kind
+    "short conv": (2 * 2 * 2 * 32 * 4, 2 * 2 * 128 * 4),
+    "delta net": (2 * 2 * 2 * 32 * 2, 2 * (3 * 1024 * 2 + 4 * 128 * 128 * 4)),
+    "mamba2": (2 * 2 * 2 * 32 * 4, 2 * (3 * 384 * 4 + 8 * 32 * 32 * 4)),
+}
+"""Bytes of a token's K and V, and of the states of a request."""
+
+
+@each_setup
+def test_no_more_bytes_pass_than_are_wanted(pair: Pair) -> None:
+    prompt = prompt_of(3500, 30)
+    of_token, of_states = WANTED_BYTES[kind(pair)]
+    for way in (pair, pair.turned()):
+        with delta(way.d, "pd_connector:received_bytes_total") as received:
+            two_step(way.p, way.d, prompt, 2)
+        assert 1 <= received.amount / ((len(prompt) - 1) * of_token + of_states) <= 1.01
 
 
 def in_two_steps(pair: Pair, prompt: Prompt) -> Answer:
