@@ -38,8 +38,14 @@ class Recipe:
     def engine(self, name: str, log: Path, port: int | None = None) -> SglangEngine:
         others = ",".join(name for name in _models() if name != self.module)
         env = {"SGLANG_DISABLED_MODEL_ARCHS": others, **dict(self.env)}
+        plugins = {"faulty": _FAULTY} if self.role == "decode" else {}
+        if self.module != "llama":
+            plugins["plain"] = _PLAIN
+        for plugin, source in plugins.items():
+            env["PYTHONPATH"] = sglang_plugin(
+                log.parent / plugin, plugin, source, env.get("PYTHONPATH")
+            )
         if self.role == "decode":
-            env["PYTHONPATH"] = sglang_plugin(log.parent / "faulty", "faulty", _FAULTY)
             env[FAULTS] = str(log.with_suffix(""))
         engine = SglangEngine(
             self.model,
@@ -84,15 +90,15 @@ def _models() -> tuple[str, ...]:
     return tuple(sorted(module.stem for module in modules))
 
 
-def sglang_plugin(folder: Path, name: str, source: str) -> str:
+def sglang_plugin(folder: Path, name: str, source: str, path: str | None = None) -> str:
     """A plug-in of SGLang's in a folder of its own, whose function is `register`; returns the
-    PYTHONPATH that finds it."""
+    PYTHONPATH that finds it, and what is on `path`."""
     info = folder / f"{name}-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.py").write_text(source)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return os.pathsep.join(filter(None, [str(folder), path or os.environ.get("PYTHONPATH")]))
 
 
 FAULTS = "PD_TEST_FAULTS"
@@ -144,3 +150,27 @@ def after_poll(state, receiver):
 """A plug-in of decode engines, with faults that can be switched on and off while they run: one poll in
 fifty says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
 is damaged once its KV has been verified, or its recurrent states are zeroed, or replaced by those of the request before."""
+
+_PLAIN = """
+def register():
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.srt.layers.moe import topk
+    from sglang.srt.models import qwen2_moe
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = gated
+    fused_norm_gate.FusedRMSNormGated.forward = norm
+    native = topk.fused_topk_torch_native
+    topk.fused_topk = lambda hidden_states, gating_output, topk, renormalize, **others: native(
+        hidden_states, gating_output, topk, renormalize
+    )
+
+def gated(hidden_states, weight, shared, out):
+    out += (hidden_states @ weight).sigmoid()[:, None] * shared
+
+def norm(self, x, g, **others):
+    import torch
+
+    plain = torch.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps)
+    return (plain * torch.nn.functional.silu(g.float())).to(x.dtype)
+"""
+"""A plug-in with what delta nets and experts of Qwen3-Next compute in Triton and CUDA alone, in torch."""
