@@ -166,7 +166,12 @@ class PoolRank:
         assert opened is not None
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
         copying, saving = (
-            describe_cache(pool, kv_heads(scheduler), shard, scales=kv_scales(scheduler))
+            describe_cache(
+                pool,
+                kv_heads(scheduler.tp_worker.model_runner.model),
+                shard,
+                scales=kv_scales(scheduler),
+            )
             for _ in range(2)
         )
         ranks = EngineRanks(parallel, shard)
