@@ -15,7 +15,8 @@ A draft model (speculative decoding) has a pool of its own, with pages of the sa
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +47,19 @@ Scales = Mapping[int, tuple[float, float]]
 """Scales of K and V in an FP8 pool, by the layer's number in the model."""
 
 
+class DraftPool(NamedTuple):
+    """The KV pool of a draft model.
+
+    Attributes:
+        pool: SGLang's.
+        named, scales: as `describe_cache` takes them, by the draft model's own numbers of layers.
+    """
+
+    pool: Any
+    named: NamedHeads
+    scales: Scales = MappingProxyType({})
+
+
 def describe_cache(
     pool: Any,
     named: NamedHeads,
@@ -54,8 +68,7 @@ def describe_cache(
     sliding_window: int = 0,
     scales: Scales | None = None,
     parts: Parts = (),
-    draft_pool: Any = None,
-    draft_named: NamedHeads | None = None,
+    draft: DraftPool | None = None,
 ) -> PagedCache:
     """A rank's pool as a `PagedCache`.
 
@@ -66,8 +79,7 @@ def describe_cache(
         sliding_window: tokens before a token that layers with a window see, as SGLang counts them.
         scales: of an FP8 pool; 1 for a layer without an entry.
         parts: of the convolutions of recurrent layers (`states.state_parts`).
-        draft_pool: of the draft model; None: the engine does not draft.
-        draft_named: as `named`, of the draft model, by its own numbers.
+        draft: the draft model's; None: the engine does not draft.
 
     Raises:
         UnsupportedGeometryError: this kind of pool cannot be moved, or it is not known which heads a rank holds.
@@ -107,8 +119,8 @@ def describe_cache(
             groups += _describe(
                 part, numbers, named, shard, scales or {}, window=window, table=table
             )
-    if draft_pool is not None:
-        groups += _describe_draft(pool, draft_pool, draft_named or {}, shard)
+    if draft is not None:
+        groups += _describe_draft(pool, draft, shard)
     layers = {number: pages for part, _ in groups for number, pages in part.items()}
     return PagedCache(layers, Geometry(shard, tuple(group for _, group in groups)))
 
@@ -182,12 +194,12 @@ def _describe(
 
 
 def _describe_draft(
-    pool: Any, draft_pool: Any, named: NamedHeads, shard: Shard
+    pool: Any, draft: DraftPool, shard: Shard
 ) -> list[tuple[dict[int, LayerPages], Group]]:
     """The layers of a draft model. SGLang allocates a page in both pools at once, under one number."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    plain = (MHATokenToKVPool, MLATokenToKVPool)
+    plain, draft_pool = (MHATokenToKVPool, MLATokenToKVPool), draft.pool
     if type(pool) not in plain or type(draft_pool) not in plain:
         raise UnsupportedGeometryError(
             f"KV pools {type(pool).__name__} of the model and {type(draft_pool).__name__} of its draft model: PDConnector "
@@ -200,8 +212,10 @@ def _describe_draft(
             "drafts in pages of one size; leave --speculative-algorithm out"
         )
     numbers = range(DRAFT_LAYERS, DRAFT_LAYERS + draft_pool.layer_num)
-    heads = dict(zip(numbers, (named[number] for number in sorted(named)), strict=False))
-    return _describe(draft_pool, numbers, heads, shard, {})
+    ours = dict(zip(sorted(draft.named), numbers, strict=False))
+    named = {ours[number]: heads for number, heads in draft.named.items() if number in ours}
+    scales = {ours[number]: scale for number, scale in draft.scales.items() if number in ours}
+    return _describe(draft_pool, numbers, named, shard, scales)
 
 
 def _index_keys(pool: Any, numbers: Sequence[int]) -> tuple[dict[int, LayerPages], Group] | None:

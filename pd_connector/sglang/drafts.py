@@ -15,7 +15,13 @@ from pd_connector.kv.checkpoint import read_config
 from pd_connector.kv.model import draft_fingerprint
 from pd_connector.kv.model_config import served_config
 from pd_connector.protocol.wire.final_token import draft_form
-from pd_connector.sglang.model import checkpoint_files, checkpoint_folder
+from pd_connector.sglang.cache import DraftPool
+from pd_connector.sglang.model import (
+    checkpoint_files,
+    checkpoint_folder,
+    kv_heads,
+    kv_scales,
+)
 
 logger = logging.getLogger("pd_connector.sglang")
 
@@ -26,13 +32,13 @@ class Drafts(NamedTuple):
     """The draft model of a rank.
 
     Attributes:
-        pool: its KV pool.
+        cache: its KV pool.
         runner: SGLang's `ModelRunner`.
         tokens: of a first draft.
         form: of first drafts (`protocol.wire.final_token.draft_form`).
     """
 
-    pool: Any
+    cache: DraftPool
     runner: Any
     tokens: int
     form: str
@@ -53,14 +59,18 @@ def drafts_of(queue: Any) -> Drafts | None:
     if getattr(scheduler, "draft_worker", None) is None:
         return None
     pool, runners = queue.draft_token_to_kv_pool, scheduler.draft_worker._draft_model_runners()
-    if len(runners) != 1 or pool is None:
-        found = f"{len(runners)} draft models with KV" if pool is not None else "a draft model"
-        found += "" if pool is not None else " without a KV pool of its own"
-        raise ConfigError(f"{found}: PDConnector hands over the KV of one; {_MEND}")
+    if pool is None:
+        raise ConfigError(f"a draft model without a KV pool of its own: {_MEND}")
+    if len(runners) != 1:
+        raise ConfigError(
+            f"{len(runners)} draft models: PDConnector hands over the KV of one; {_MEND}"
+        )
     hidden = queue.metadata_buffers.output_hidden_states
     tokens = int(get_spec().speculative_eagle_topk)
     form = draft_form(tokens, hidden.shape[1], str(hidden.dtype).removeprefix("torch."))
-    return Drafts(pool, runners[0], tokens, form)
+    model = runners[0].model
+    cache = DraftPool(pool, kv_heads(model), kv_scales(model))
+    return Drafts(cache, runners[0], tokens, form)
 
 
 def draft_model(drafts: Drafts | None, settings: Config) -> DraftFiles | bytes:

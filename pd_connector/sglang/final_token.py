@@ -2,6 +2,7 @@
 """Final token in SGLang's form: a row of its metadata buffers. A decode engine reads the row when a request's KV has
 arrived."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -60,21 +61,27 @@ def _read_draft(buffers: Any, row: int, req: Any) -> FirstDraft | msgspec.UnsetT
     )
 
 
-def draft_problem(buffers: Any, final_token: FinalToken, drafted: int) -> str:
+def draft_problem(buffers: Any, final_token: FinalToken, drafted: int, vocabulary: int) -> str:
     """Why a decode engine that drafts cannot go on from this final token; empty if it can.
 
     Args:
         drafted: tokens of a first draft here.
+        vocabulary: size of the model's vocabulary. SGLang would end the engine for a token that is not in it.
     """
     draft = final_token.draft
     if draft is msgspec.UNSET:
         return "no first draft came with it, and this engine drafts"
-    wanted = drafted, buffers.output_hidden_states[0].nbytes
-    found = len(draft.tokens), len(draft.hidden)
-    if found != wanted or len(draft.probabilities) != drafted:
+    hidden_bytes = buffers.output_hidden_states[0].nbytes
+    tokens = {len(draft.tokens), len(draft.probabilities)}
+    if tokens != {drafted} or len(draft.hidden) != hidden_bytes:
         return (
-            f"a first draft of {found[0]} tokens with {found[1]} bytes of hidden state came: wanted {wanted[0]} tokens with "
-            f"{wanted[1]} bytes"
+            f"a first draft of {len(draft.tokens)} tokens with {len(draft.hidden)} bytes of hidden state came: wanted "
+            f"{drafted} tokens with {hidden_bytes} bytes"
+        )
+    if not all(map(math.isfinite, draft.probabilities)) or max(draft.tokens) >= vocabulary:
+        return (
+            f"a first draft of tokens {draft.tokens} with probabilities {draft.probabilities}: wanted tokens below "
+            f"{vocabulary} and finite numbers"
         )
     return ""
 

@@ -110,10 +110,9 @@ class Manager(BaseKVManager):
             kv_heads(model),
             own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size),
             sliding_window=scheduler.sliding_window_size or 0,
-            scales=kv_scales(scheduler),
+            scales=kv_scales(model),
             parts=state_parts(model),
-            draft_pool=self._drafts.pool if self._drafts else None,
-            draft_named=kv_heads(self._drafts.runner.model) if self._drafts else None,
+            draft=self._drafts.cache if self._drafts else None,
         )
         check_described(self.kv_args, cache.geometry)
         self._start_agent(cache, parallel)

@@ -100,11 +100,11 @@ def model_facts(
     )
 
 
-def kv_scales(scheduler: Any) -> dict[int, tuple[float, float]]:
+def kv_scales(model: torch.nn.Module) -> dict[int, tuple[float, float]]:
     """Factors for K and V of an FP8 pool, by layer; 1 if the model has none."""
     return {
         number: (float(attention.k_scale_float or 1.0), float(attention.v_scale_float or 1.0))
-        for number, attention, _ in _layers(scheduler.tp_worker.model_runner.model)
+        for number, attention, _ in _layers(model)
     }
 
 
@@ -247,7 +247,7 @@ def loaded_files(scheduler: Any) -> CheckpointFiles | None:
 
 
 def checkpoint_files(runner: Any) -> CheckpointFiles | None:
-    """The same of one of SGLang's model runners: that of the model, or that of its draft model."""
+    """The same of one of SGLang's model runners. The model has one, and a draft model has one."""
     load_format = str(getattr(runner, "draft_load_format", None) or runner.server_args.load_format)
     used = runner.load_config.load_format  # a weight cache has its own
     if not _from_files(runner.server_args, load_format, str(getattr(used, "value", used))):

@@ -224,9 +224,12 @@ class Receiver(BaseKVReceiver):
             self._ended(Cause.WORDS, detail)
             return
         buffers, drafted = self._rank.buffers, self._rank.drafted
-        if drafted and (problem := draft_problem(buffers, finished.final_token, drafted)):
-            self._ended(Cause.WORDS, problem)
-            return
+        if drafted:
+            vocabulary = self._rank.vocabulary
+            problem = draft_problem(buffers, finished.final_token, drafted, vocabulary)
+            if problem:
+                self._ended(Cause.WORDS, problem)
+                return
         write_row(buffers, self._row, finished.final_token, self.bootstrap_room)
         self._state = KVPoll.Success
         self._rank.count_handoff("handed_over")

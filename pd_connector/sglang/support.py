@@ -84,8 +84,8 @@ def _check_drafts(algorithm: str | None, kv_args: Any, server_args: Any, paralle
         f"pp_size {parallel.pp_size}": parallel.pp_size != 1,
         "--enable-pd-role-switch": getattr(server_args, "enable_pd_role_switch", False),
     }
-    for what, found in beside.items():
-        if found:
+    for what, used in beside.items():
+        if used:
             raise ConfigError(_refusal(f"{named} with {what}", "leave one of both out"))
 
 

@@ -28,7 +28,7 @@ from pd_connector.protocol.wire.final_token import FIRST_TOKEN, draft_form
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
-from pd_connector.sglang.cache import describe_cache, own_shard
+from pd_connector.sglang.cache import DraftPool, describe_cache, own_shard
 from pd_connector.sglang.manager import Manager
 from pd_connector.sglang.prefill_engines import LookupResult
 from pd_connector.sglang.rank import PoolPages, Rank
@@ -64,8 +64,7 @@ class Engine(Manager):
             self.shard,
             sliding_window=SLIDING_WINDOW,
             parts=parts,
-            draft_pool=draft,
-            draft_named=NAMED,
+            draft=None if draft is None else DraftPool(draft, NAMED),
         )
         self.draft = draft
         buffers = MetadataBuffers(4, 16, torch.float32, 0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts (speculative decoding) in SGLang's own pools and buffers: the draft model's KV, and what it goes on from."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from support.agents import until
 from pd_connector.errors import Cause, ConfigError, UnsupportedGeometryError
 from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.protocol.wire.final_token import FirstDraft, needs_drafts
-from pd_connector.sglang.cache import describe_cache, own_shard
+from pd_connector.sglang.cache import DraftPool, describe_cache, own_shard
 from pd_connector.sglang.drafts import drafts_of
 from pd_connector.sglang.failure import TransferError
 from pd_connector.sglang.final_token import draft_problem, read_row, write_row
@@ -132,15 +133,28 @@ def test_a_first_draft_of_other_sizes_is_refused_with_both(dtype: torch.dtype) -
     req = drafting()
     here.set_buf(req)
     token = read_row(here, 1, req, b"i", "t")
-    assert draft_problem(there, token, TOPK) == ""
+    assert draft_problem(there, token, TOPK, 259) == ""
     write_row(there, 3, token, ROOM)
     assert torch.equal(there.output_hidden_states[3], here.output_hidden_states[1])
     assert isinstance(token.draft, FirstDraft)
     short = msgspec.structs.replace(token.draft, hidden=token.draft.hidden[:-1])
     assert "wanted 2 tokens with" in draft_problem(
-        there, msgspec.structs.replace(token, draft=short), TOPK
+        there, msgspec.structs.replace(token, draft=short), TOPK, 259
     )
-    assert "came: wanted 1 tokens" in draft_problem(there, token, 1)
+    assert "came: wanted 1 tokens" in draft_problem(there, token, 1, 259)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tokens": [5, 259]}, {"probabilities": [0.5, math.nan]}], ids=["token", "nan"]
+)
+def test_a_first_draft_that_would_end_the_engine_is_refused(changes: Any) -> None:
+    buffers, req = MetadataBuffers(4, 16, torch.float32, 0), drafting()
+    buffers.set_buf(req)
+    token = read_row(buffers, 1, req, b"i", "t")
+    assert isinstance(token.draft, FirstDraft)
+    draft = msgspec.structs.replace(token.draft, **changes)
+    problem = draft_problem(buffers, msgspec.structs.replace(token, draft=draft), TOPK, 259)
+    assert "wanted tokens below 259 and finite" in problem
 
 
 def test_drafts_beside_other_pools_are_named() -> None:
@@ -153,26 +167,29 @@ def test_drafts_beside_other_pools_are_named() -> None:
             NAMED,
             own_shard(pool, 0, 1),
             sliding_window=20,
-            draft_pool=full_attention(16),
-            draft_named=NAMED,
+            draft=DraftPool(full_attention(16), NAMED),
         )
     pool = full_attention(16)
     with pytest.raises(UnsupportedGeometryError, match="pages of 16 tokens, and of 1 in the draft"):
-        describe_cache(pool, NAMED, own_shard(pool, 0, 1), draft_pool=full_attention(1))
+        describe_cache(
+            pool, NAMED, own_shard(pool, 0, 1), draft=DraftPool(full_attention(1), NAMED)
+        )
 
 
 def test_layers_of_the_draft_model_have_numbers_of_their_own() -> None:
     pool = full_attention(16)
     named = {number: {4} for number in (61, 62, 63)}  # some drafts count on from the model's layers
-    cache = describe_cache(
-        pool, NAMED, own_shard(pool, 0, 1), draft_pool=full_attention(16), draft_named=named
-    )
+    draft = DraftPool(full_attention(16, dtype=torch.float8_e4m3fn), named, {62: (0.5, 2.0)})
+    cache = describe_cache(pool, NAMED, own_shard(pool, 0, 1), draft=draft)
+    assert cache.geometry.groups[-1].scales == ((1.0, 1.0), (0.5, 2.0), (1.0, 1.0))
     assert cache.geometry.groups[-1].layers == tuple(range(DRAFT_LAYERS, DRAFT_LAYERS + 3))
     assert slots_of([1], 16).tolist()[0] == 16
 
 
 def queue(runners: int, pool: Any = "pool") -> Any:
-    worker = SimpleNamespace(_draft_model_runners=lambda: tuple(range(runners)))
+    worker = SimpleNamespace(
+        _draft_model_runners=lambda: (SimpleNamespace(model=torch.nn.Module()),) * runners
+    )
     return SimpleNamespace(
         draft_token_to_kv_pool=pool,
         scheduler=SimpleNamespace(draft_worker=worker),

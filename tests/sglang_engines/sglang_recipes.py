@@ -38,15 +38,16 @@ class Recipe:
     def engine(self, name: str, log: Path, port: int | None = None) -> SglangEngine:
         others = ",".join(name for name in _models() if name != self.module)
         env = {"SGLANG_DISABLED_MODEL_ARCHS": others, **dict(self.env)}
-        plugins = {"faulty": _FAULTY} if self.role == "decode" else {}
+        plugins = {}
+        if self.role == "decode" or (self.role and self.module != "llama"):
+            plugins["faulty"] = _FAULTY
+            env[FAULTS] = str(log.with_suffix(""))
         if self.module != "llama":
             plugins["plain"] = _PLAIN
         for plugin, source in plugins.items():
             env["PYTHONPATH"] = sglang_plugin(
                 log.parent / plugin, plugin, source, env.get("PYTHONPATH")
             )
-        if self.role == "decode":
-            env[FAULTS] = str(log.with_suffix(""))
         engine = SglangEngine(
             self.model,
             self.role,  # type: ignore[arg-type]
@@ -117,12 +118,23 @@ def register():
     polls = "sglang.srt.disaggregation.utils._poll_with_failure_injection"
     HookRegistry.register(polls, before_polls, HookType.BEFORE)
     HookRegistry.register("pd_connector.sglang.receiver.Receiver.poll", after_poll, HookType.AFTER)
+    HookRegistry.register("pd_connector.sglang.sender.Sender.send", before_send, HookType.BEFORE)
 
 def wanted(fault):
     return Path(os.environ[{FAULTS!r}] + fault).exists()
 
 def before_polls(pollers):
     os.environ["SGLANG_TEST_DISAGG_FAILURE_PROB"] = "0.02" if wanted({RANK_FAILS!r}) else "0"
+
+def before_send(sender, kv_indices, state_indices=None, num_kv_tokens=None):
+    if state_indices and wanted({STATE_ZEROED!r}):
+        pool = sender.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
+        for tensor in held_in(pool.mamba_pool, int(state_indices[0][0])):
+            tensor.zero_()
+
+def held_in(pool, slot):
+    cache = pool.mamba_cache
+    return [tensor[:, slot] for tensor in (*cache.conv, cache.temporal)]
 
 def after_poll(state, receiver):
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -132,8 +144,7 @@ def after_poll(state, receiver):
     pool = receiver.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
     if hasattr(pool, "mamba_pool"):
         damaged.append(receiver)
-        cache, slot = pool.mamba_pool.mamba_cache, receiver._tables[1][0]
-        held = [tensor[:, slot] for tensor in (*cache.conv, cache.temporal)]
+        held = held_in(pool.mamba_pool, receiver._tables[1][0])
         states.append([tensor.clone() for tensor in held])
         for tensor, another in zip(held, states[-2:][0]):
             if wanted({STATE_ZEROED!r}):
@@ -147,8 +158,8 @@ def after_poll(state, receiver):
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer[first : first + pool.page_size].neg_()
 """
-"""A plug-in of decode engines, with faults that can be switched on and off while they run: one poll in
-fifty says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
+"""A plug-in with faults that can be switched on and off while an engine runs. A prefill engine's states are zeroed before
+they are sent. One poll in fifty of a decode engine says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
 is damaged once its KV has been verified, or its recurrent states are zeroed, or replaced by those of the request before."""
 
 _PLAIN = """
