@@ -180,9 +180,11 @@ def _delta_net() -> Any:
 
 
 def _delta_net_of_experts() -> Any:
-    """The same with experts in all layers: SGLang knows no others."""
+    """The same with experts in all layers: SGLang knows no others. Each token takes all of them, because a rounded one
+    could take another."""
     config = _delta_net()
     config.mlp_only_layers = []
+    config.num_experts_per_tok = config.num_experts
     config.full_attention_interval = 2  # SGLang reads this, and no list of layers
     return config
 
