@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from plan_cases import inputs, written
+from support.plan_cases import inputs, written
 from support.charts import rendered
 
 from pd_connector.tools.cli.app import main

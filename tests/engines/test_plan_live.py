@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that a plan writes for a CPU machine start its engines and its router, as they are.
+
+The machine is a network namespace, in which the plan's ports are free. Scripts run in the shell of a stranger: it has none of the
+tests' variables.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import wait_until
+from support.plan_cases import written
+
+from pd_connector.tools.cli.app import main
+from pd_connector.tools.launch import Family
+from pd_connector.tools.launch.engine import on_cpu
+from pd_connector.tools.launch.proc import MARKER
+from recipes import MODEL
+from scheduler_plugins.planner.estimate import read_model
+from scheduler_plugins.planner.inventory import load
+from scheduler_plugins.planner.mix import mix_of
+from scheduler_plugins.router.policies.base import Role
+
+OF_TESTS = re.compile(r"VLLM|PD_|OMP|HF_|TORCH|VIRTUAL_ENV|PYTHON")
+METRIC = re.compile(r"\b(?:pd_router|pd_connector|vllm):\w+")
+INVENTORY = """
+nodes:
+  - {name: host, device: CPU, gpus: 2}
+devices:
+  CPU: {profiles: [one.yaml, two.yaml]}
+"""
+PROFILE = """
+costs: {{a: 3.0e-04, b: 5.0e-09, c: 0.008, d0: 0.008, d1: 2.0e-04, d2: 5.0e-07, chunk_tokens: 512}}
+kv_tokens: 40000
+kv_bytes_per_token: 4096
+layers: 4
+gpus: {cores}
+source: assumed
+"""
+ASK = """
+curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
+     -d '{{"model": "{model}", "prompt": "'"$(seq -s ' ' 400)"'", "max_tokens": 4}}'
+curl -s http://127.0.0.1:8000/metrics | grep '^pd_router:flows_total'
+curl -s http://127.0.0.1:{last}/metrics | grep '^pd_connector:handoffs_total' || true
+"""
+RUN = """
+set -e
+ip link set lo up
+for script in plan/out/start-*.sh; do $script > log-engines 2>&1 & done
+pd-router serve --config plan/out/router.yaml > log-router 2>&1 &
+for port in {ports} 8000; do
+    curl -sf -o health-$port --retry 600 --retry-delay 1 --retry-connrefused http://127.0.0.1:$port/health
+done
+until sh ./ask > answered 2>&1 && grep -q '{until}' answered; do sleep 1; done
+for port in {ports} 8000; do curl -sf -o metrics-$port http://127.0.0.1:$port/metrics; done
+touch done
+sleep 600
+"""
+P, D, W = Role.PREFILL, Role.DECODE, Role.WHOLE
+CASES = {
+    # Mix, ports, what is seen in the end
+    "planner": ({("CPU-tp1", P): 1, ("CPU-tp1", D): 1}, "8100 8101", 'cause="handed_over"} 1'),
+    "colocated": ({("CPU-tp2", W): 1}, "8100", 'flow="decode_alone"} 1'),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    if not on_cpu():
+        pytest.skip("this vLLM is for GPUs")
+    if not shutil.which("ip"):
+        pytest.skip("no iproute2")
+    probe = ["unshare", "--net", "ip", "link", "set", "lo", "up"]
+    if (tried := subprocess.run(probe, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"no namespaces: {tried.stderr.strip()}")
+    return tmp_path
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_of_a_plan_start_its_fleet(folder: Path, case: str) -> None:
+    counts, ports, until = CASES[case]
+    (plan := folder / "plan").mkdir()
+    (plan / "inventory.yaml").write_text(INVENTORY)
+    for cores, name in ((1, "one.yaml"), (2, "two.yaml")):
+        (plan / name).write_text(PROFILE.format(cores=cores))
+    stock = load(plan / "inventory.yaml", read_model(MODEL))
+    out = written(plan, mix_of(counts), stock, str(MODEL))
+    assert main(["check", str(out)]) == 0
+    (folder / "ask").write_text(ASK.format(model=MODEL, last=ports.split()[-1]))
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == MARKER or not OF_TESTS.match(name)
+    }
+    script = RUN.format(ports=ports, until=until)
+    given = [f"{name}={value}" for name, value in {**kept, "UCX_NET_DEVICES": "lo"}.items()]
+    command = ["env", f"--chdir={folder}", "-i", *given, "unshare", "--net", "bash", "-c", script]
+
+    def logs() -> str:
+        names = [*folder.glob("log*"), *folder.glob("answered")]
+        return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in names)
+
+    with Family(command, log=folder / "log") as family:
+        ended = folder / "done"
+        wait_until(
+            lambda: ended.exists() or family.returncode is not None, logs, deadline_s=300
+        )
+        assert ended.exists(), logs()
+    named = {name for path in out.rglob("*") if path.is_file() for name in METRIC.findall(path.read_text())}
+    live = "".join(path.read_text() for path in folder.glob("metrics-*"))
+    assert named
+    assert {name for name in named if f"# TYPE {name} " not in live} == set()
