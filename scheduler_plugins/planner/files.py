@@ -13,8 +13,11 @@ from typing import NamedTuple
 import msgspec
 
 from pd_connector.errors import PDConnectorError
-from scheduler_plugins.planner.inventory import CPU
+from scheduler_plugins.planner.goodput import Promise
+from scheduler_plugins.planner.inventory import CPU, Inventory
 from scheduler_plugins.planner.plan import Plan, Row
+from scheduler_plugins.planner.search import Candidate
+from scheduler_plugins.qos.classes import ONLY, Slo
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.sim.fleet import Fleet, FleetFile, LinksFile, NodeFile, PartFile
@@ -72,12 +75,11 @@ class Engine(NamedTuple):
         return words
 
 
-def engines_of(plan: Plan) -> list[Engine]:
-    """The engines of the recommended fleet, every copy of it, with their ports and GPUs."""
+def engines_of(chosen: Candidate, inventory: Inventory) -> list[Engine]:
+    """The engines of a fleet, every copy of it, with their ports and GPUs."""
     engines, next_gpu = list[Engine](), Counter[str]()
-    chosen = plan.chosen.candidate
-    nodes = [node.place.node for node in plan.inventory.nodes]
-    cpus = {node.place.node for node in plan.inventory.nodes if node.device == CPU}
+    nodes = [node.place.node for node in inventory.nodes]
+    cpus = {node.place.node for node in inventory.nodes if node.device == CPU}
     alone = not any(part.role is Role.PREFILL for part in chosen.fleet.parts)
     for copy in range(chosen.copies):
         for part in chosen.fleet.parts:
@@ -172,12 +174,12 @@ def write(
             (folder / fleet_name(n)).write_bytes(
                 msgspec.yaml.encode(fleet_file(row.candidate.fleet))
             )
-        engines = engines_of(plan)
+        engines = engines_of(plan.chosen.candidate, plan.inventory)
         for name, text in _scripts(engines, model):
             path = folder / name
             path.write_text(text)
             path.chmod(0o755)
-        (folder / ROUTER).write_bytes(_router(plan, engines))
+        (folder / ROUTER).write_bytes(router_file(engines, plan.promise, plan.policy))
         for name, content in ((VALUES, values), (COMPOSE, compose)):
             if content is not None:
                 (folder / name).write_bytes(msgspec.yaml.encode(content))
@@ -202,14 +204,19 @@ def _scripts(engines: list[Engine], model: str) -> Iterator[tuple[str, str]]:
         yield f"start-{node}.sh", "\n".join([*lines, "wait", ""])
 
 
-def _router(plan: Plan, engines: list[Engine]) -> bytes:
+def router_file(engines: list[Engine], promise: Promise, policy: str) -> bytes:
+    """The router's file. The router knows the promise, as in the simulation: it refuses what would break it."""
     apart = len({engine.node for engine in engines}) > 1
     entries = []
     for engine in engines:
         entry = {"url": f"http://{engine.node if apart else '127.0.0.1'}:{engine.port}"}
         # Without a role an engine is asked: it takes part in no handoff, and answers alone.
         entries.append(entry if engine.alone else {**entry, "role": str(engine.role)})
-    return msgspec.yaml.encode({"engines": entries, "policy": plan.policy or DEFAULT})
+    slo = Slo(ttft_ms=promise.ttft_s * 1e3, tpot_ms=promise.tpot_s * 1e3)
+    classes = [msgspec.structs.replace(ONLY[0], slo=slo)]
+    return msgspec.yaml.encode(
+        {"engines": entries, "policy": policy or DEFAULT, "classes": classes}
+    )
 
 
 def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:

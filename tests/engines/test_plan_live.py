@@ -13,34 +13,19 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
-from support.plan_cases import written
+from recipes import MODEL
+from support.plan_cases import cpu_stock, written
 
 from pd_connector.tools.cli.app import main
 from pd_connector.tools.launch import Family
 from pd_connector.tools.launch.engine import on_cpu
 from pd_connector.tools.launch.proc import MARKER
-from recipes import MODEL
-from scheduler_plugins.planner.estimate import read_model
-from scheduler_plugins.planner.inventory import load
+from scheduler_plugins.planner.goodput import Promise
 from scheduler_plugins.planner.mix import mix_of
 from scheduler_plugins.router.policies.base import Role
 
 OF_TESTS = re.compile(r"VLLM|PD_|OMP|HF_|TORCH|VIRTUAL_ENV|PYTHON")
 METRIC = re.compile(r"\b(?:pd_router|pd_connector|vllm):\w+")
-INVENTORY = """
-nodes:
-  - {name: host, device: CPU, gpus: 2}
-devices:
-  CPU: {profiles: [one.yaml, two.yaml]}
-"""
-PROFILE = """
-costs: {{a: 3.0e-04, b: 5.0e-09, c: 0.008, d0: 0.008, d1: 2.0e-04, d2: 5.0e-07, chunk_tokens: 512}}
-kv_tokens: 40000
-kv_bytes_per_token: 4096
-layers: 4
-gpus: {cores}
-source: assumed
-"""
 ASK = """
 curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
      -d '{{"model": "{model}", "prompt": "'"$(seq -s ' ' 400)"'", "max_tokens": 4}}'
@@ -85,11 +70,9 @@ def folder(tmp_path: Path) -> Path:
 def test_the_files_of_a_plan_start_its_fleet(folder: Path, case: str) -> None:
     counts, ports, until = CASES[case]
     (plan := folder / "plan").mkdir()
-    (plan / "inventory.yaml").write_text(INVENTORY)
-    for cores, name in ((1, "one.yaml"), (2, "two.yaml")):
-        (plan / name).write_text(PROFILE.format(cores=cores))
-    stock = load(plan / "inventory.yaml", read_model(MODEL))
-    out = written(plan, mix_of(counts), stock, str(MODEL))
+    # A busy machine keeps it, too.
+    promise = Promise(60.0, 10.0)
+    out = written(plan, mix_of(counts), cpu_stock(plan), str(MODEL), promise)
     assert main(["check", str(out)]) == 0
     (folder / "ask").write_text(ASK.format(model=MODEL, last=ports.split()[-1]))
     kept = {
@@ -107,11 +90,14 @@ def test_the_files_of_a_plan_start_its_fleet(folder: Path, case: str) -> None:
 
     with Family(command, log=folder / "log") as family:
         ended = folder / "done"
-        wait_until(
-            lambda: ended.exists() or family.returncode is not None, logs, deadline_s=300
-        )
+        wait_until(lambda: ended.exists() or family.returncode is not None, logs, deadline_s=300)
         assert ended.exists(), logs()
-    named = {name for path in out.rglob("*") if path.is_file() for name in METRIC.findall(path.read_text())}
+    named = {
+        name
+        for path in out.rglob("*")
+        if path.is_file()
+        for name in METRIC.findall(path.read_text())
+    }
     live = "".join(path.read_text() for path in folder.glob("metrics-*"))
     assert named
     assert {name for name in named if f"# TYPE {name} " not in live} == set()

@@ -202,7 +202,9 @@ class EnginePool:
         """As `use`, for a change that other workers of this router must learn: by an operator or the settings file.
         Engines that are being stopped stay out."""
         if self.stopping:
-            with suppress(ValueError):  # no engine would be left: their answers are better than none
+            with suppress(
+                ValueError
+            ):  # no engine would be left: their answers are better than none
                 config = config.without(self.stopping)
         self.listed = Version(self.listed.number + 1, self.name)
         self.use(config)
