@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ curl -s http://127.0.0.1:{last}/metrics | grep '^pd_connector:handoffs_total' ||
 RUN = """
 set -e
 ip link set lo up
-for script in plan/out/start-*.sh; do $script > log-engines 2>&1 & done
+for script in plan/out/start-*.sh; do { $script > log-engines 2>&1; touch ended; } & done
 pd-router serve --config plan/out/router.yaml > log-router 2>&1 &
 for port in {ports} 8000; do
     curl -sf -o health-$port --retry 600 --retry-delay 1 --retry-connrefused http://127.0.0.1:$port/health
@@ -81,7 +82,9 @@ def test_the_files_of_a_plan_start_its_fleet(folder: Path, case: str) -> None:
         if name == MARKER or not OF_TESTS.match(name)
     }
     script = RUN.format(ports=ports, until=until)
-    given = [f"{name}={value}" for name, value in {**kept, "UCX_NET_DEVICES": "lo"}.items()]
+    # As `. .venv/bin/activate` does; interfaces of the host come and go with other tests.
+    kept |= {"PATH": f"{sys.prefix}/bin:{kept['PATH']}", "UCX_NET_DEVICES": "lo"}
+    given = [f"{name}={value}" for name, value in kept.items()]
     command = ["env", f"--chdir={folder}", "-i", *given, "unshare", "--net", "bash", "-c", script]
 
     def logs() -> str:
@@ -89,9 +92,13 @@ def test_the_files_of_a_plan_start_its_fleet(folder: Path, case: str) -> None:
         return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in names)
 
     with Family(command, log=folder / "log") as family:
-        ended = folder / "done"
-        wait_until(lambda: ended.exists() or family.returncode is not None, logs, deadline_s=300)
-        assert ended.exists(), logs()
+        done, ended = folder / "done", folder / "ended"
+        wait_until(
+            lambda: done.exists() or ended.exists() or family.returncode is not None,
+            logs,
+            deadline_s=300,
+        )
+        assert done.exists(), logs()
     named = {
         name
         for path in out.rglob("*")
