@@ -62,9 +62,9 @@ def command(
             )  # as a plan chooses from its rows
             best = {HIGH: apart(ours.best, judge, bounds), LOW: (low.per_s, _name(low.best))}
             won.add(max(best, key=lambda affinity: best[affinity][0]))
-            found = "; ".join(f"{way} {per_s:.2f} ({name})" for way, (per_s, name) in best.items())
+            shown = "; ".join(f"{way} {per_s:.2f} ({name})" for way, (per_s, name) in best.items())
             text = (
-                f"{gbit_per_s:g} Gbit/s: chosen {chosen.per_s:.2f} ({_name(chosen.best)}); {found}"
+                f"{gbit_per_s:g} Gbit/s: chosen {chosen.per_s:.2f} ({_name(chosen.best)}); {shown}"
             )
             console.print(text, soft_wrap=True, markup=False, highlight=False)
             for way, (per_s, _) in best.items():
