@@ -160,10 +160,10 @@ class HeldChunks:
 
     def _is_wanted(self, held: HeldChunk) -> bool:
         with self._lock:
-            wanted = held.users > 0
-            if not wanted:  # the next request reads it again
-                self._forget(held)
-        return wanted
+            if held.users > 0:
+                return True
+            self._forget(held)  # the next request reads it again
+        return False
 
     @staticmethod
     def _failed(held: HeldChunk, step: Callable[[], None]) -> bool:

@@ -132,7 +132,9 @@ class Carrier:
             counts = dict(self._counts)
             waiting = len(self._waiting)
         counts["client_restarts"] = sum(client.killed for client in clients)
-        counts["errors"] = sum(each.errors for each in (*self._threads, *clients))
+        counts["errors"] = sum(each.errors for each in self._threads) + sum(
+            client.errors for client in clients
+        )
         problem = next((client.problem for client in clients if not client.is_ready), "")
         return Status(
             far=self._shown,

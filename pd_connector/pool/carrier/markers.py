@@ -11,7 +11,7 @@ _MARKERS = 8
 _LOOKS_S = 5.0
 """How often they are looked for, in seconds. That also keeps them from being evicted."""
 _PAUSE_S = 60.0
-"""After a loss, the next one is noticed so many seconds later at the earliest: each costs a look-up of the whole pool."""
+"""Least time between two losses that are noticed, in seconds: each costs a look-up of the whole pool."""
 _CONTENTS = b"marker"
 
 

@@ -120,7 +120,7 @@ def test_after_the_far_store_was_opened_again_all_that_it_lost_is_put_again(
 def test_a_store_that_was_emptied_unseen_is_noticed_by_its_markers(
     store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients connect again by themselves: nothing was opened anew."""
+    """Clients connect again by themselves: no child was started."""
     monkeypatch.setattr(markers, "_PAUSE_S", 0.05)
     assert save(store, chain("prompt", 4)) == 4
     done(carrier, "put", 4)
