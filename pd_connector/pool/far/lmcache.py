@@ -64,8 +64,8 @@ class LMCacheStore(FarStore):
         self._layout: Any = lambda size: api.MemoryLayoutDesc([torch.Size([size])], [torch.uint8])
         self._tiers = [tier for _, tier in manager.l2_adapters()]
         self._stored = stored = Counter[Any]()  # by key, tiers
-        base = internal_api.L2AdapterListener
-        methods = dict.fromkeys(base.__abstractmethods__, lambda *_: None)
+        base: Any = internal_api.L2AdapterListener
+        methods: Any = dict.fromkeys(base.__abstractmethods__, lambda *_: None)
         methods["on_l2_keys_stored"] = lambda _, keys, sizes: stored.update(keys)
         manager.register_l2_listener(type("Listener", (base,), methods)())
 

@@ -169,7 +169,7 @@ class Lender:
             if each.segment_name not in names and each.status == "OK"
         }
         left = list(self._only_in(client, own))
-        waiting, tasks = dict(left), {}
+        waiting, tasks = dict(left), dict[str, Any]()
         problem = ""
         while waiting or tasks:
             if self._hurries.is_set() or time.monotonic() > until_s - _LEFT_S:

@@ -5,7 +5,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
@@ -14,6 +14,7 @@ from pd_connector.errors import ConfigError, PDConnectorError
 _AT_ONCE = 64
 """Objects that a drain job moves at once. A round of it takes about a second, however few they are."""
 _MOST_ANSWER = 256 << 20
+_Kind = TypeVar("_Kind")
 _OVER = ("SUCCEEDED", "FAILED", "CANCELED")
 
 
@@ -55,6 +56,10 @@ class _Segments(msgspec.Struct):
     segments: list[Segment]
 
 
+class _Created(msgspec.Struct):
+    job_id: str
+
+
 class Master:
     """Args:
     host: of the master.
@@ -93,15 +98,14 @@ class Master:
             SilentMasterError: the master does not answer, or refuses.
         """
         body = {"segments": names, "target_segments": [], "max_concurrency": _AT_ONCE}
-        answer: Any = self._decoded(self._answer("/api/v1/drain_jobs", body), dict)
-        return str(answer["job_id"])
+        return self._decoded(self._answer("/api/v1/drain_jobs", body), _Created).job_id
 
     def drain(self, job: str) -> DrainJob:
         """How far a job is. Raises SilentMasterError."""
         query = urllib.parse.urlencode({"job_id": job})
         return self._decoded(self._answer(f"/api/v1/drain_jobs/query?{query}"), DrainJob)
 
-    def _decoded(self, answer: bytes, kind: Any) -> Any:
+    def _decoded(self, answer: bytes, kind: type[_Kind]) -> _Kind:
         try:
             return msgspec.json.decode(answer, type=kind)
         except msgspec.MsgspecError as error:
