@@ -64,16 +64,23 @@ class Carrier:
         address: of the far store, checked by `far_address`.
         most_bytes: of an object of the far store.
         deadline_s: the longest wait for one answer of the far store.
+        python: the Python whose environment has the far store's client; empty: this one.
     """
 
     def __init__(
-        self, store: Store, seal: Seal, address: str, most_bytes: int, deadline_s: float
+        self,
+        store: Store,
+        seal: Seal,
+        address: str,
+        most_bytes: int,
+        deadline_s: float,
+        python: str = "",
     ) -> None:
         self._store, self._seal, self._most_bytes = store, seal, most_bytes
         self._shown = without_secret(address)
         self._writer = f"carrier-{secrets.token_hex(8)}"
         self._clients = self._finds, self._gets, self._puts = tuple(
-            FarClient(name, address, deadline_s) for name in ("find", "get", "put")
+            FarClient(name, address, deadline_s, python) for name in ("find", "get", "put")
         )
         self._lock = threading.Lock()  # of what follows
         self._counts: Counter[str] = Counter()

@@ -7,7 +7,6 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import msgspec
 
 from pd_connector.pool.carrier.child import MOST_MESSAGE, Answer, Call, Open
 from pd_connector.pool.carrier.lasting import LastingThread
+from pd_connector.pool.far.environment import command
 
 logger = logging.getLogger("pd_connector.pool.carrier")
 
@@ -42,10 +42,12 @@ class FarClient:
         name: of what it is for, in logs.
         address: of the store.
         deadline_s: of a call that moves no bytes.
+        python: the Python that runs the child; empty: this one.
     """
 
-    def __init__(self, name: str, address: str, deadline_s: float) -> None:
+    def __init__(self, name: str, address: str, deadline_s: float, python: str = "") -> None:
         self._name, self._address, self._deadline_s = name, address, deadline_s
+        self._python = python
         self._lock = threading.Lock()
         self._shared = os.memfd_create(f"pd-far-{name}", os.MFD_CLOEXEC)
         self._memory: mmap.mmap | None = None
@@ -209,15 +211,9 @@ class FarClient:
 
     def _started(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         shared = self._shared
-        command = [
-            sys.executable,
-            "-m",
-            "pd_connector.pool.carrier.child",
-            str(theirs.fileno()),
-            str(shared),
-        ]
+        descriptors = str(theirs.fileno()), str(shared)
         return subprocess.Popen(
-            command,
+            command(self._python, "pd_connector.pool.carrier.child", *descriptors),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), shared),
