@@ -54,6 +54,7 @@ class Played(NamedTuple):
 
     predicted: float
     live: float
+    refused: int  # requests, live
 
     @property
     def points(self) -> float:
@@ -129,11 +130,12 @@ def played(case: Case, judge: Judge, stock: Inventory, logs: Path) -> Played:
             f"{case.search}: {len(failed)} of {len(outcomes)} requests failed, the first: {failed[0].status} "
             f"{failed[0].error}; see {logs}"
         )
+    refused = sum(each.status == 429 for each in outcomes)
     in_time = sum(
         each.served and each.ttft_s <= PROMISE.ttft_s and each.tpot_s <= PROMISE.tpot_s
         for each in outcomes
     )
-    return Played(predicted, in_time / len(outcomes))
+    return Played(predicted, in_time / len(outcomes), refused)
 
 
 @contextmanager
@@ -153,8 +155,9 @@ def _running(candidate: Candidate, stock: Inventory, logs: Path) -> Iterator[Ser
             mocks.append(MockProcess(f"engine{n}", costs, 1.0, logs / f"engine{n}.log", args))
             mocks[-1].start()
         wait_all(mocks)
+        # A mock that is asked says that it can hand KV over. A plan's engine that does both cannot: it is a decode engine.
         started = [
-            engine._replace(port=mock.port)
+            engine._replace(port=mock.port, alone=False)
             for engine, mock in zip(planned_engines, mocks, strict=True)
         ]
         (logs / "router.yaml").write_bytes(router_file(started, PROMISE, ""))

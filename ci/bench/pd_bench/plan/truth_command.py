@@ -36,7 +36,7 @@ def command(
             both = truth.played(case, judge, stock, folder)
             text = (
                 f"{case.candidate.name}, {case.per_s:.2f} a second: predicted {both.predicted:.3f} in time, "
-                f"live {both.live:.3f}"
+                f"live {both.live:.3f}, {both.refused} refused"
             )
             console.print(text, soft_wrap=True, markup=False, highlight=False)
             params: dict[str, str | int | float] = {
