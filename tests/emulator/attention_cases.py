@@ -232,6 +232,7 @@ def tile_mask() -> None:
 _IDS = (torch.arange(128, dtype=torch.int32) // 30).repeat(3, 1)
 DECODES: dict[str, Case] = {
     "paged": paged,
+    "paged, dim 256, 5 heads, window": functools.partial(paged, [37], Heads(5, 1, 256), window=64),
     "paged, fp8": functools.partial(paged, cache=FP8),
     "paged, one worker": functools.partial(paged, workers=1),
     "paged, many workers": functools.partial(paged, [300, 37], Heads(4, 1, 128), workers=7),
