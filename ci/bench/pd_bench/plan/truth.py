@@ -155,9 +155,8 @@ def _running(candidate: Candidate, stock: Inventory, logs: Path) -> Iterator[Ser
             mocks.append(MockProcess(f"engine{n}", costs, 1.0, logs / f"engine{n}.log", args))
             mocks[-1].start()
         wait_all(mocks)
-        # A mock that is asked says that it can hand KV over. A plan's engine that does both cannot: it is a decode engine.
         started = [
-            engine._replace(port=mock.port, alone=False)
+            engine._replace(port=mock.port)
             for engine, mock in zip(planned_engines, mocks, strict=True)
         ]
         (logs / "router.yaml").write_bytes(router_file(started, PROMISE, ""))

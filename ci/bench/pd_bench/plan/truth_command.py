@@ -16,7 +16,7 @@ from pd_connector.tools.launch.service import log_folder
 from pd_connector.tools.output import Json
 
 POINTS = 3.0
-TIMES = (0.9, 1.15)
+TIMES = (0.9, 1.0)
 """Rates at which fleets are played, as multiples of the planned one."""
 NOTES = ["engines are mocks, which take the time of an invented cost model", "the router is real"]
 
