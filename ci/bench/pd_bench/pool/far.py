@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from pd_bench.pool import far_bytes
 from pd_bench.pool.folders import own_folder
 from pd_bench.report import BenchError, Comparison
 from pd_bench.sample import Sample
@@ -30,7 +31,7 @@ from pd_connector.pool.carrier.client import FarClient
 from pd_connector.pool.far.seal import Seal, read_keys
 from pd_connector.pool.record import layer_sum
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
-from pd_connector.pool.store.base import Refusal
+from pd_connector.pool.store.base import Refusal, Store
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.reaching import ReachingStore
 from pd_connector.pool.store.tier_storage import Space
@@ -39,7 +40,7 @@ OBJECT_BYTES = 8 << 20
 LAYER_BYTES = 1 << 20
 HEAD_BYTES = 4096
 BARS = {"put": 2.0, "get": 1.5, "verified": 3.0, "once": 4.1, "silent": 1.0}
-ROWS = ("cpu", "once", "silent")
+ROWS = ("cpu", "bytes", "once", "silent")
 """What can be measured, each alone."""
 _HOSTS, _REQUESTS, _PREFIX_CHUNKS = 4, 64, 8
 _LONGEST_WAIT_S = 0.25
@@ -81,6 +82,10 @@ class Server:
     def sent_bytes(self) -> int:
         """Bytes that clients have read so far."""
         return int(self.client.info("stats")["total_net_output_bytes"])
+
+    def received_bytes(self) -> int:
+        """Bytes that clients have sent so far."""
+        return int(self.client.info("stats")["total_net_input_bytes"])
 
     def close(self) -> None:
         self.process.kill()
@@ -184,6 +189,10 @@ def measure(rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Sa
             seal = Seal(read_keys(key))
             tables.append(
                 ("raw calls", _cpu(server, writer, reader, seal, objects, runs, warm_ups, say))
+            )
+        if "bytes" in rows:
+            tables.append(
+                ("bytes of KV", far_bytes.measure(_put_bytes(server, *hosts(1, 1 << 30)), say))
             )
         if "once" in rows:
             tables.append(("one host", [_once(server, list(hosts(_HOSTS + 2, 1 << 30)), say)]))
@@ -293,6 +302,18 @@ def _opened(client: FarClient, seal: Seal, keys: Sequence[bytes]) -> None:
         client.get([name], [size], take)
     if len(opened) != len(keys) or min(opened) < OBJECT_BYTES:
         raise BenchError("an object did not come from the far store")
+
+
+def _put_bytes(server: Server, host: Host) -> Callable[[Callable[[Store], Sequence[bytes]]], float]:
+    """For `far_bytes.measure`."""
+
+    def put(save: Callable[[Store], Sequence[bytes]]) -> float:
+        chunks, before = host.put(), server.received_bytes()
+        keys = save(host.own)
+        _until(lambda: host.put() >= chunks + len(keys), "the chunks in the far store")
+        return server.received_bytes() - before
+
+    return put
 
 
 def _once(server: Server, hosts: Sequence[Host], say: Say) -> Comparison:
