@@ -63,19 +63,20 @@ def test_it_serves_until_it_is_told_to_end(environment: dict[str, str], tmp_path
             line = carrier.stdout.readline()
             assert line.startswith("carrier ready: ")
             assert line.endswith("not sealed\n")
-            until(lambda: not status(environment)["problem"], "the far store", 60)
-            assert status(environment)["far"] == redis.address
+            # A carrier on a busy machine may not answer in time.
+            shown = until(lambda: (one := status(environment)) and not one["problem"] and one)
+            assert shown["far"] == redis.address
             carrier.send_signal(signal.SIGTERM)
-            assert carrier.wait(30) == 0
+            assert carrier.wait(60) == 0
         finally:
             carrier.kill()
             carrier.wait()
         assert status(environment) is None
 
 
-def status(environment: dict[str, str]) -> dict[str, object]:
+def status(environment: dict[str, str]) -> dict[str, object] | None:
     printed = subprocess.run(
         [*COMMAND, "status", "--json"], env=environment, capture_output=True, text=True, check=True
     )
-    carrier: dict[str, object] = json.loads(printed.stdout)["carrier"]
+    carrier: dict[str, object] | None = json.loads(printed.stdout)["carrier"]
     return carrier
