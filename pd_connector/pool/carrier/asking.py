@@ -18,8 +18,10 @@ from pd_connector.pool.carrier.messages import (
     SOCKET,
     Answer,
     Ask,
+    AskFar,
     Bring,
     Brought,
+    FarPage,
     Find,
     Request,
     Sizes,
@@ -116,6 +118,13 @@ class CarrierLink:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             answer = self._request(Ask(), 2.0, 2.0)
             return answer if isinstance(answer, Status) else None
+        return None
+
+    def far_page(self, after: int) -> FarPage | None:
+        """A page of what the far store has, as far as this host's carrier knows; None without a carrier."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            answer = self._request(AskFar(after), 1.0, 1.0)
+            return answer if isinstance(answer, FarPage) else None
         return None
 
     def close(self) -> None:

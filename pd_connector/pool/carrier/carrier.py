@@ -14,6 +14,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.carrier.child import MOST_NAMES
 from pd_connector.pool.carrier.client import FarClient, SilentError
+from pd_connector.pool.carrier.far_journal import FarJournal, read_mark
 from pd_connector.pool.carrier.finding import gallop
 from pd_connector.pool.carrier.messages import Brought, Sizes, Status
 from pd_connector.pool.carrier.object import Opened, Packed, unpacked
@@ -34,6 +36,8 @@ logger = logging.getLogger("pd_connector.pool.carrier")
 
 _FOLLOWS_S = 0.2
 """How often the journal is read, in seconds."""
+_MARKS_S = 2.0
+"""How often the far store's mark is read, in seconds: a new one means that it has lost what it had."""
 _PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
 """Bytes in one call, unless a single object has more. Engines wait for the second."""
 _MOST_WAITING = 1 << 14
@@ -54,6 +58,9 @@ class Stored(NamedTuple):
 class Carrier:
     """Any thread may call it.
 
+    Attributes:
+        journal: what it has put or found, for routers.
+
     Args:
         store: of this host.
         address: of the far store, checked by `far_address`.
@@ -66,6 +73,7 @@ class Carrier:
     ) -> None:
         self._store, self._seal, self._most_bytes = store, seal, most_bytes
         self._shown = without_secret(address)
+        self.journal = FarJournal()
         self._writer = f"carrier-{secrets.token_hex(8)}"
         self._clients = self._finds, self._gets, self._puts = tuple(
             FarClient(name, address, deadline_s) for name in ("find", "get", "put")
@@ -95,7 +103,9 @@ class Carrier:
             return [each.nbytes if each else 0 for each in stored]
 
         try:
-            return Sizes(gallop(len(keys), sizes_of))
+            sizes = gallop(len(keys), sizes_of)
+            self.journal.note(keys[: len(sizes)], there=True)
+            return Sizes(sizes)
         except SilentError:
             self._count("silent_finds")
             return Sizes([], silent=True)
@@ -128,6 +138,7 @@ class Carrier:
         return Status(
             far=self._shown,
             sealed=self._seal.is_on,
+            mark=self.journal.far,
             problem=problem,
             waiting=waiting,
             counts=counts,
@@ -162,6 +173,7 @@ class Carrier:
                 self._there[key] = stored
                 while len(self._there) > _MOST_KNOWN:
                     self._there.popitem(last=False)
+        self.journal.note([key], stored is not None)
 
     def _look(self, client: FarClient, keys: Sequence[bytes]) -> list[Stored | None]:
         """Where each chunk is. Raises SilentError."""
@@ -181,8 +193,14 @@ class Carrier:
 
     def _follow(self) -> None:
         after = opened = 0
+        looks_s = 0.0
         while not self._ends.wait(_FOLLOWS_S):
-            if (count := sum(client.opened for client in self._clients)) > opened:
+            restarted = False
+            if time.monotonic() >= looks_s and self._puts.is_ready:
+                looks_s = time.monotonic() + _MARKS_S
+                with contextlib.suppress(SilentError):
+                    restarted = self.journal.is_of(read_mark(self._puts, self._seal))
+            if (count := sum(client.opened for client in self._clients)) > opened or restarted:
                 opened = count
                 with self._lock:  # the far store may have restarted, and have lost what it had
                     self._there.clear()

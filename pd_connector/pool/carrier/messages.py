@@ -14,6 +14,8 @@ SOCKET = "carrier"
 MOST_KEYS = 1024
 """Keys in a message. Chunks of a longer chain are not looked for in the far store."""
 MOST_MESSAGE = 128 << 10
+MOST_PAGE = 1536
+"""Events in a page of what the far store has."""
 BEAT_S = 0.1
 """While an engine waits for a chunk, the carrier says so often that it is alive, in seconds."""
 
@@ -58,12 +60,34 @@ class Ask(msgspec.Struct, frozen=True, tag="status"):
     """How is it? Answered by `Status`."""
 
 
+class AskFar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="far"):
+    """What has changed in the far store since a page? Answered by `FarPage`."""
+
+    after: int
+    """`next` of the page before; 0: the whole."""
+
+
+class FarPage(msgspec.Struct, frozen=True, tag="page"):
+    """What a carrier has put into the far store or found there."""
+
+    far: str
+    """The far store's id, the same at all carriers; empty while it is not known."""
+    events: Annotated[list[tuple[Key, bool]], msgspec.Meta(max_length=MOST_PAGE)]
+    """A chunk, and whether it is there."""
+    next: int
+    whole: bool = False
+    """The page begins the whole journal."""
+    more: bool = False
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="is"):
     """What a carrier has done since its start."""
 
     far: str
     """The store's address, without a password."""
     sealed: bool
+    mark: str = ""
+    """The far store's id, the same at all carriers; empty while it is not known."""
     problem: str = ""
     """Why the far store cannot be used at the moment."""
     waiting: int = 0
@@ -71,8 +95,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="is"):
     counts: dict[str, int] = {}
 
 
-Request = Find | Bring | Ask
-Answer = Sizes | Waiting | Brought | Status
+Request = Find | Bring | Ask | AskFar
+Answer = Sizes | Waiting | Brought | Status | FarPage
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

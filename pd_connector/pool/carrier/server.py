@@ -20,6 +20,7 @@ from pd_connector.pool.carrier.messages import (
     MOST_MESSAGE,
     SOCKET,
     Ask,
+    AskFar,
     Bring,
     Brought,
     Find,
@@ -119,6 +120,8 @@ class CarrierServer:
             _send(channel, encode(self._carrier.find(message.keys)))
         elif isinstance(message, Ask):
             _send(channel, encode(self._carrier.status()))
+        elif isinstance(message, AskFar):
+            _send(channel, encode(self._carrier.journal.page(message.after)))
         elif isinstance(message, Bring):
             futures = self._carrier.bring(message.keys)
             if message.waits and futures:
