@@ -26,11 +26,12 @@ from pd_connector.pool.carrier.child import MOST_NAMES
 from pd_connector.pool.carrier.client import FarClient, SilentError
 from pd_connector.pool.carrier.far_journal import FarJournal, read_mark
 from pd_connector.pool.carrier.finding import gallop
-from pd_connector.pool.carrier.messages import Brought, Sizes, Status
+from pd_connector.pool.carrier.messages import Brought, Checked, Sizes, Status
 from pd_connector.pool.carrier.object import Opened, Packed, unpacked
 from pd_connector.pool.far.registry import without_secret
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.base import Chunk, Refusal, Store, Why
+from pd_connector.pool.verify import InMemory, sound
 
 logger = logging.getLogger("pd_connector.pool.carrier")
 
@@ -127,6 +128,36 @@ class Carrier:
         self._moves.set()
         return futures
 
+    def check(self, key: bytes, *, removes: bool) -> Checked:
+        """Read a chunk of the far store and check it as engines do, without keeping it here.
+
+        Args:
+            removes: remove it there if it is damaged.
+        """
+        problems: list[str] = []
+
+        def take(_place: int, data: memoryview) -> None:
+            try:
+                opened = unpacked(key, self._seal.open(stored.name, data))
+                for (name, _), part in zip(opened.table.parts, opened.parts, strict=True):
+                    if problem := sound(key, name, InMemory(part)):
+                        problems.append(f"{name}: {problem}")
+            except PoolError as error:
+                problems.append(str(error))
+
+        try:
+            (found,) = self._look(self._gets, [key])
+            if found is None:
+                return Checked(0)
+            stored = found
+            self._gets.get([stored.name], [stored.nbytes], take)
+            if problems and removes:
+                self._gets.remove([stored.name])
+                self._know(key, None)
+        except SilentError as error:
+            return Checked(0, silent=f"the far store: {error}")
+        return Checked(stored.nbytes, "; ".join(problems))
+
     def status(self) -> Status:
         """What was done so far."""
         clients = self._clients
@@ -139,6 +170,7 @@ class Carrier:
             far=self._shown,
             sealed=self._seal.is_on,
             mark=self.journal.far,
+            most_bytes=self._most_bytes,
             problem=problem,
             waiting=waiting,
             counts=counts,
@@ -297,8 +329,16 @@ class Carrier:
         except PoolError:
             self._count("gone")
             return None
-        if self._seal.sealed_bytes(packed.nbytes) > self._most_bytes:
+        if (nbytes := self._seal.sealed_bytes(packed.nbytes)) > self._most_bytes:
             packed.close()
+            if not self._counts["too_large"]:
+                logger.warning(
+                    "carrier: a chunk has %d bytes, and %s takes %d: such chunks stay on this host; keep them in half the bytes "
+                    "(config key pool.codec: int8), or use a store that takes larger objects (--far)",
+                    nbytes,
+                    self._shown,
+                    self._most_bytes,
+                )
             self._count("too_large")
             return None
         return packed

@@ -80,6 +80,25 @@ class FarPage(msgspec.Struct, frozen=True, tag="page"):
     more: bool = False
 
 
+class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check"):
+    """Is a chunk of the far store sound? It is read, and not kept here. Answered by `Checked`."""
+
+    key: Key
+    remove: bool = False
+    """Remove it there if it is damaged."""
+
+
+class Checked(msgspec.Struct, frozen=True, tag="checked"):
+    """A chunk of the far store that was read."""
+
+    nbytes: int
+    """0: it is not there any more."""
+    problem: str = ""
+    """What is wrong with it; empty: nothing."""
+    silent: str = ""
+    """Why the far store could not be asked."""
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="is"):
     """What a carrier has done since its start."""
 
@@ -90,13 +109,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="is"):
     """The far store's id, the same at all carriers; empty while it is not known."""
     problem: str = ""
     """Why the far store cannot be used at the moment."""
+    most_bytes: int = 0
+    """Bytes of the largest object that it takes."""
     waiting: int = 0
     """Chunks that wait to be put."""
     counts: dict[str, int] = {}
 
 
-Request = Find | Bring | Ask | AskFar
-Answer = Sizes | Waiting | Brought | Status | FarPage
+Request = Find | Bring | Ask | AskFar | Check
+Answer = Sizes | Waiting | Brought | Status | FarPage | Checked
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

@@ -23,6 +23,7 @@ from pd_connector.pool.carrier.messages import (
     AskFar,
     Bring,
     Brought,
+    Check,
     Find,
     SocketFolder,
     Waiting,
@@ -120,6 +121,8 @@ class CarrierServer:
             _send(channel, encode(self._carrier.find(message.keys)))
         elif isinstance(message, Ask):
             _send(channel, encode(self._carrier.status()))
+        elif isinstance(message, Check):
+            _send(channel, encode(self._carrier.check(message.key, removes=message.remove)))
         elif isinstance(message, AskFar):
             _send(channel, encode(self._carrier.journal.page(message.after)))
         elif isinstance(message, Bring):

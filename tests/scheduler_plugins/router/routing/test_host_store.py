@@ -111,7 +111,9 @@ def test_what_the_host_has_itself_is_not_brought() -> None:
     seen = far_view(7, 5, a=far_place(memory=1e9, far=1e7))
     assert far_s(seen, A) == pytest.approx(5 * CHUNK_BYTES / 1e9 + 2 * CHUNK_BYTES / 1e7)
     assert far_s(seen, A, tokens=2 * 128) == pytest.approx(2 * CHUNK_BYTES / 1e7)
-    assert far_s(seen, A, tokens=3 * 128) == pytest.approx(CHUNK_BYTES / 1e9 + 2 * CHUNK_BYTES / 1e7)
+    assert far_s(seen, A, tokens=3 * 128) == pytest.approx(
+        CHUNK_BYTES / 1e9 + 2 * CHUNK_BYTES / 1e7
+    )
 
 
 def test_the_speed_of_the_far_store_is_not_that_of_the_disk() -> None:
