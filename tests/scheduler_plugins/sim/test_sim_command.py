@@ -130,7 +130,7 @@ def test_a_far_store_has_what_hosts_lose_when_they_die(recorded: Path, capsys) -
     for more in (pools, (*pools, *far)):
         assert simulate(*arguments, *more) == 0
         rows += json.loads(capsys.readouterr().out)
-    assert [row["served"] for row in rows] == [40, 40]
+    assert [row["served"] for row in rows] == [60, 60]
     assert rows[0]["far"] == 0
     assert rows[1]["far"] > 0
     assert rows[1]["hit"] > rows[0]["hit"]
