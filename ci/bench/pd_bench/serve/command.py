@@ -61,7 +61,7 @@ def serve(
         float | None,
         typer.Option(
             min=1.0,
-            help="Divisor of the trace's lengths (32; with --pool 16, with --far 8).",
+            help="Divisor of the trace's lengths (32; with --pool 16, with --far 16).",
             show_default=False,
         ),
     ] = None,

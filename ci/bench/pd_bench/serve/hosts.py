@@ -52,10 +52,12 @@ from pd_connector.tools.launch import (
 from pd_connector.tools.launch.service import log_folder
 
 REDIS, MOONCAKE = "redis", "mooncake"
-SCALE = 8.0
+SCALE = 16.0
 """Divisor of the trace's lengths. A token of the byte model has 8 KiB of KV in float32."""
 PAGES = ((32, 64), (128, 32))
 """Page sizes of the engines of both hosts."""
+MOST_TOKENS = 8192
+"""Context of the byte model."""
 AT_ONCE = 4
 MOST_ANSWER = 16
 _MEMORY = "1GiB"
@@ -226,6 +228,11 @@ class HostsBench:
             for each in timed(lines, 1.0, self.scale, seed=1)
         ]
         self._check()
+        if (most := longest(lines, self.scale)) > MOST_TOKENS:
+            raise BenchError(
+                f"--scale {self.scale:g}: the longest request has {most} tokens and the model takes {MOST_TOKENS}; ask for a larger "
+                "--scale, or fewer --requests"
+            )
         logs = log_folder()
         console.print(f"logs in {logs}", highlight=False)
         with contextlib.ExitStack() as stack:
@@ -238,7 +245,6 @@ class HostsBench:
             server = Server(self.far, sides, logs)
             stack.callback(server.kill)
             server.start()
-            most = longest(lines, self.scale)
             hosts = [
                 stack.enter_context(
                     _host(place, side, server, most, key, {KEY_VARIABLE: secret}, logs)
@@ -246,13 +252,8 @@ class HostsBench:
                 for place, side in enumerate(sides)
             ]
             engines = [engine for host in hosts for engine in host.engines]
-            router = RouterProcess(
-                [],
-                [engine.base_url for engine in engines],
-                hands_over=False,
-                args=["--decode-policy", "least_tpot"],
-                log_path=logs / "router.log",
-            )
+            urls = [engine.base_url for engine in engines]  # each serves both sides
+            router = RouterProcess(urls, urls, log_path=logs / "router.log")
             stack.callback(stop_services, [*engines, router])
             for engine in engines:
                 engine.start()
@@ -304,7 +305,8 @@ def _host(
             MODEL_DIR,
             "kv_both",
             "PDConnector",
-            {"pool": {"memory": _MEMORY}},
+            # Shared memory would bypass the link, and a codec would round what is compared.
+            {"transports": ["tcp"], "codec": "raw", "pool": {"memory": _MEMORY}},
             name=f"{name}{number}",
             max_model_len=-(-most // page) * page,
             args=["--dtype", "float32", "--block-size", str(page), *POOL_REPORTS],
