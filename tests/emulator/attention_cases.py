@@ -68,7 +68,9 @@ def _compare(batch: DecodeCall, workers: int, bound: float) -> None:
     attend(batch, out, lse, plan.tensors)
     error = float((out.float() - wanted).norm() / wanted.norm())
     assert error <= bound, f"error {error:.2e}, at most {bound}"
-    assert torch.allclose(lse, sums, atol=2e-3), "lse differs"
+    atol = 4e-3 if bound == CODED_BOUND else 2e-3
+    away = (lse - sums).nan_to_num(posinf=0, neginf=0).abs().max()
+    assert torch.allclose(lse, sums, atol=atol), f"lse differs by {away:.1e}"
     assert not plan.counters.any(), "counters are not zero after a launch"
 
 
@@ -111,15 +113,20 @@ def mla(
     coded: bool = False,
     workers: int = 2,
     dtype: torch.dtype = BF16,
+    chosen: bool = False,
     **switches: bool,
 ) -> None:
+    """`chosen`: each row is chosen by itself, and every fifth is none."""
     torch.manual_seed(1)
+    page = 1 if chosen else page
     given = latent_set(list(lengths), heads, queries, page, coded)
     if not coded:
         given = given._replace(query=given.query.to(dtype), cache=given.cache.to(dtype))
         nothing_outside(given.cache, given.table, lengths)
+    if chosen:
+        given.table[:, ::5] = -1
     with tuned(**switches):
-        _compare(MlaCall(*given, 0.05, True), workers, CODED_BOUND if coded else BOUND)
+        _compare(MlaCall(*given, 0.05, not chosen), workers, CODED_BOUND if coded else BOUND)
 
 
 def gluon(heads: int = 16, **given: Any) -> None:
@@ -225,6 +232,7 @@ def tile_mask() -> None:
 _IDS = (torch.arange(128, dtype=torch.int32) // 30).repeat(3, 1)
 DECODES: dict[str, Case] = {
     "paged": paged,
+    "paged, dim 256, 5 heads, window": functools.partial(paged, [37], Heads(5, 1, 256), window=64),
     "paged, fp8": functools.partial(paged, cache=FP8),
     "paged, one worker": functools.partial(paged, workers=1),
     "paged, many workers": functools.partial(paged, [300, 37], Heads(4, 1, 128), workers=7),
@@ -271,6 +279,11 @@ DECODES: dict[str, Case] = {
     "mla, 2 heads, split": functools.partial(mla, 2, [1, 258, 0], workers=4, column_merge=False),
     "mla, 128 heads": functools.partial(mla, 128, [70, 37]),
     "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
+    "mla, 16 heads, 8 queries, fp8": functools.partial(mla, queries=8, coded=True),
+    "mla, 24 heads, 5 queries": functools.partial(mla, 24, [70, 3, 37], queries=5),
+    "mla, chosen": functools.partial(mla, chosen=True),
+    "mla, chosen, fp8": functools.partial(mla, chosen=True, coded=True),
+    "mla, 128 heads, chosen, fp8": functools.partial(mla, 128, [70, 37], chosen=True, coded=True),
     "mla, 128 heads, page 16": functools.partial(mla, 128, [70, 37], page=16),
     "gluon": gluon,
     "gluon off": functools.partial(gluon, gluon=False),
@@ -282,6 +295,7 @@ DECODES: dict[str, Case] = {
     "gluon, 96 heads, page 128": functools.partial(gluon, 96, page=128, lengths=[200, 37]),
     "gluon, page 256, split": functools.partial(gluon, 64, page=256, lengths=[700], workers=3),
     "gluon, float16": functools.partial(gluon, 64, dtype=torch.float16),
+    "gluon, 24 heads, 5 queries": functools.partial(gluon, 24, lengths=[70, 3, 37], queries=5),
     "gluon, split": functools.partial(gluon, lengths=[400, 100, 0], workers=4),
     "gluon, many tiles": functools.partial(gluon, lengths=[500, 130], workers=1),
     "mixed": mixed_steps,
