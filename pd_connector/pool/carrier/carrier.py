@@ -161,10 +161,10 @@ class Carrier:
                 problems.append(str(error))
 
         try:
-            (found,) = self._look(self._gets, [key])
-            if found is None:
+            (stored_there,) = self._look(self._gets, [key])
+            if stored_there is None:
                 return Checked(0)
-            stored = found
+            stored = stored_there
             self._gets.get([stored.name], [stored.nbytes], take)
             if problems and removes:
                 self._gets.remove([stored.name])

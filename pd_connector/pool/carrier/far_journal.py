@@ -92,7 +92,7 @@ class FarJournal:
 
 
 def read_mark(client: FarClient, seal: Seal) -> str:
-    """The id of a far store; one is put if there is none. Of two that are put at once, the next call tells which has stayed.
+    """The id of a far store; one is put if there is none. If two are put at once, the next call tells which has stayed.
 
     Raises:
         SilentError: the far store does not answer.

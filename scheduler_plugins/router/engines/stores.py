@@ -95,7 +95,7 @@ class StoreReaders:
                 self._reach(source.host, page.far)
             elif page is not None:
                 changes = ((event.key, event.tier) for event in page.events)
-                # What other hosts have told of a far store stays when one carrier begins anew.
+                # What other hosts have told of a far store stays when one carrier starts again.
                 whole = page.whole and self._tells_alone(source)
                 self._prefixes.apply_journal(source.store, changes, whole=whole)
                 after = page.next

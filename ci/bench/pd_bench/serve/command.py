@@ -110,25 +110,25 @@ def serve(
 
 def _serve_hosts(bench: HostsBench, stderr: Console) -> None:
     with exit_codes(stderr):
-        found = bench.run(stderr)
-    for line in _hosts_lines(found):
+        findings = bench.run(stderr)
+    for line in _hosts_lines(findings):
         print(line)
-    if not found.is_good:
+    if not findings.is_good:
         raise typer.Exit(1)
 
 
-def _hosts_lines(found: HostsFindings) -> list[str]:
+def _hosts_lines(findings: HostsFindings) -> list[str]:
     """What two hosts have done, for people."""
     carriers = [
         ", ".join(f"{name} {number:,}" for name, number in sorted(counts.items()) if number)
-        for counts in found.carriers
+        for counts in findings.carriers
     ]
     return [
-        f"{found.sent} requests: {found.lost} lost, {found.unequal} answers differ from one engine's",
-        *(f"  lost {number} times: {failure}" for failure, number in found.failures.items()),
-        f"first turn: {found.first[0]:,.0f} chunks loaded, {found.first[1]:,.0f} of them from the far store",
-        f"after a host's death: {found.again[0]:,.0f} chunks loaded, {found.again[1]:,.0f} of them from the far store",
-        f"  {found.named:,.0f} decisions of the router named it",
+        f"{findings.sent} requests: {findings.lost} lost, {findings.unequal} answers differ from one engine's",
+        *(f"  lost {number} times: {failure}" for failure, number in findings.failures.items()),
+        f"first turn: {findings.first[0]:,.0f} chunks loaded, {findings.first[1]:,.0f} of them from the far store",
+        f"after a host's death: {findings.again[0]:,.0f} chunks loaded, {findings.again[1]:,.0f} of them from the far store",
+        f"  {findings.named:,.0f} decisions of the router named it",
         *(f"carrier {name}: {counts}" for name, counts in zip("ab", carriers, strict=False)),
     ]
 

@@ -365,8 +365,8 @@ class _Run:
         self._say("one engine computes all of it alone")
         alone = self._alone(left.engines[0].client)
         pairs = [*zip(first_texts, alone, strict=True), *zip(again_texts, alone, strict=True)]
-        lost = sum(found is None for found, _ in pairs)
-        unequal = sum(found is not None and found != wanted for found, wanted in pairs)
+        lost = sum(text is None for text, _ in pairs)
+        unequal = sum(text is not None and text != target for text, target in pairs)
         again = (after[0] - before[0], after[1] - before[1])
         return HostsFindings(
             len(pairs), lost, unequal, self._failures, first, again, named, carriers
@@ -438,8 +438,8 @@ class _Run:
         except (HttpError, OSError):
             return None
         reach = [engine.get("cache", {}).get("far") for engine in state["engines"]]
-        known = all(reach) and len(set(reach)) == 1
-        return True if known and all(e["state"] == "up" for e in state["engines"]) else None
+        alike = all(reach) and len(set(reach)) == 1
+        return True if alike and all(e["state"] == "up" for e in state["engines"]) else None
 
     def _all_put(self) -> bool | None:
         """Every carrier has come to the end of its host's journal."""

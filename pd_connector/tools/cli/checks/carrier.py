@@ -91,11 +91,11 @@ def findings(carrier: CarrierFacts, area: str) -> Iterator[Finding]:
 
 def in_text(text: str, place: str) -> list[Finding]:
     """Findings about the carriers that a script or manifest starts."""
-    found = []
+    listed = []
     for command in _COMMAND.finditer(text):
         where = f"{place}:{text.count(chr(10), 0, command.start()) + 1}"
-        found.append(_finding(text, text[command.end() : command.end() + _NEAR], where))
-    return found
+        listed.append(_finding(text, text[command.end() : command.end() + _NEAR], where))
+    return listed
 
 
 def _finding(text: str, options: str, where: str) -> Finding:
