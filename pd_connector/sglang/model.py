@@ -236,10 +236,11 @@ def _from_files(server_args: Any, *load_formats: str) -> bool:
 def loaded_files(scheduler: Any) -> CheckpointFiles | None:
     """The files from which the model was loaded last; None if they are unknown."""
     load_format = str(scheduler.server_args.load_format)
-    used = scheduler.tp_worker.model_runner.load_config.load_format  # a weight cache has its own
+    runner = scheduler.tp_worker.model_runner
+    used = runner.load_config.load_format  # a weight cache has its own
     if not _from_files(scheduler.server_args, load_format, str(getattr(used, "value", used))):
         return None
-    model = scheduler.model_config
+    model = runner.model_config  # an update from another path changes it, and not the scheduler's
     files = LOADS.files.get((model.model_path, model.revision))
     folder = _folder(model.model_path, model.revision)
     try:

@@ -85,9 +85,14 @@ def scheduler(folder: Path = MODEL_DIR, **changes: Any) -> Any:
         "load_format": "auto",
         "startup_weight_load_mode": "serial",
     }
-    runner = SimpleNamespace(model=model, load_config=SimpleNamespace(load_format=LoadFormat.AUTO))
+    config = SimpleNamespace(**known | changes)
+    runner = SimpleNamespace(
+        model=model,
+        model_config=config,
+        load_config=SimpleNamespace(load_format=LoadFormat.AUTO),
+    )
     return SimpleNamespace(
-        model_config=SimpleNamespace(**known | changes),
+        model_config=config,
         server_args=SimpleNamespace(**args),
         tp_worker=SimpleNamespace(model_runner=runner),
     )
