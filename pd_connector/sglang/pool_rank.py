@@ -37,7 +37,7 @@ from pd_connector.sglang.model import (
     model_facts,
 )
 from pd_connector.sglang.pool_chunks import HeldChunks
-from pd_connector.sglang.pool_prompts import PoolPrompts
+from pd_connector.sglang.pool_prompts import PoolPrompts, chunks_of, salt_of
 from pd_connector.sglang.pool_settings import check_kv_pool, check_model
 from pd_connector.sglang.pool_thread import PoolThread
 from pd_connector.sglang.registry import global_rank
@@ -289,6 +289,16 @@ class PoolRank:
         """Whose share of the pool its chunks take."""
         tenant = self.ask(req).tenant
         return tenant if tenant in self._settings.tenants else ""
+
+    def over(self, req: Any) -> None:
+        """A request has ended: the chunks of its prompt are kept as long as its client wants."""
+        ask, model = self.ask(req), self.model
+        if not ask.pin_s or not self._leads or not model or not self.takes(req):
+            return
+        salt = salt_of(req.cache_salt, req.extra_key)
+        keys = [chunk.key for chunk in chunks_of(model, req.origin_input_ids, salt)]
+        tenants = 1 + len(self._settings.tenants)
+        self.prompts.pins.pin(keys, ask.pin_s, self.tenant(req), tenants)
 
     def close(self) -> None:
         """End the threads. The store stays open: it is the process's."""

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("sglang.srt")
 
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang_door.pool_engine import (
     Engine,
@@ -306,6 +307,20 @@ def test_what_a_request_keeps_out_of_the_pool_the_next_one_saves(
     assert stored(store) == 0
     engine.compute(engine.request(prompt(300)))
     until(lambda: stored(store) == 2, timeout_s=10)
+
+
+def test_a_prompt_is_kept_as_long_as_its_client_wants(make: Make, store: LocalStore) -> None:
+    """It is pinned once its request has ended, and again when its chunks were saved."""
+    engine = make()
+    for wishes, pinned in (({}, 0), ({"pin_s": 60.0}, 2)):
+        req = engine.request(prompt(300), **wishes)
+        engine.compute(req)
+        until(lambda: stored(store) == 2)
+        assert store.status().pinned == 0, "its answer goes on"
+        req.finished_reason = FINISH_LENGTH(length=4)
+        with engine.linker.inserting(req):
+            pass
+        until(lambda pinned=pinned: bool(store.status().pinned) == bool(pinned))
 
 
 def held(engine: Engine) -> int:

@@ -13,6 +13,7 @@ from pd_bench.command_output import exit_codes, noise_note, report
 from pd_bench.machine import Noise
 from pd_bench.pool import disk as disk_reads
 from pd_bench.pool import lookups, rivals
+from pd_bench.pool import sglang as sglang_engines
 from pd_bench.pool import slow as slow_stores
 from pd_bench.pool import trace as hit_rates
 from pd_bench.pool.engines import need_vllm, running
@@ -40,6 +41,14 @@ def pool(
             "--slow", help="Five vLLM engines, three of them with a store that is slow or silent."
         ),
     ] = False,
+    sglang: Annotated[
+        bool,
+        typer.Option("--sglang", help="Three SGLang engines, one of them without a linker."),
+    ] = False,
+    row: Annotated[
+        list[sglang_engines.Row] | None,
+        typer.Option(help="With --sglang: measure this row alone. Can be repeated."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -74,14 +83,14 @@ def pool(
 ) -> None:
     """The KV pool of a host, beside Mooncake's store, computing, and the engine's own prefix cache.
 
-    Everything but slow stores, a trace, a disk and other stores' engines, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    Everything but slow stores, a trace, a disk, SGLang's engines and other stores' engines, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
     """
     stderr = Console(stderr=True)
 
     def say(line: str) -> None:
         stderr.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    everything = not (raw or lookup or engines or trace or disk or slow or stores)
+    everything = not (raw or lookup or engines or trace or disk or slow or stores or sglang)
     tables: list[tuple[str, list[Comparison]]] = []
     notes: list[str] = []
     others_cores = 0.0
@@ -116,6 +125,13 @@ def pool(
             with rivals.running(stores, stderr) as beside:
                 noise = Noise(beside.pids)
                 tables += beside.measure(prompt_tokens, runs, warm_ups, say)
+                others_cores = max(others_cores, noise.cores())
+        if sglang:
+            with sglang_engines.running(stderr) as started_sglang:
+                noise = Noise(started_sglang.pids)
+                rows = row or list(sglang_engines.Row)
+                tables += sglang_engines.measure(started_sglang, rows, runs, warm_ups, say)
+                notes.append(sglang_engines.NOT_COMPARED)
                 others_cores = max(others_cores, noise.cores())
         if engines or everything:
             with running(stderr) as started:
