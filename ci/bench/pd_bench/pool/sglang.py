@@ -142,12 +142,12 @@ class SglangPool:
 
     def write(self, prompt: list[int]) -> None:
         """Have the writer compute a prompt, and wait until its chunks are in the pool."""
-        wanted = self.chunks() + len(prompt) // CHUNK_TOKENS
+        target = self.chunks() + len(prompt) // CHUNK_TOKENS
         first_token(self.writer.client, body(prompt))
         until(
-            lambda: self.chunks() >= wanted,
+            lambda: self.chunks() >= target,
             _SAVES_S,
-            f"the writer saved {self.chunks()} of {wanted} chunks; see {self.writer.log_path}",
+            f"the writer saved {self.chunks()} of {target} chunks; see {self.writer.log_path}",
         )
 
     def loaded(self) -> float:
@@ -220,10 +220,10 @@ def measure(
             continue
         values: dict[str, list[float]] = defaultdict(list)
         for number in range(warm_ups + runs):
-            found = once(number)
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            sides = once(number)
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in sides.items())
             say(f"{row} {'warm-up' if number < warm_ups else 'run'}: {shown}")
-            for name, value in found.items() if number >= warm_ups else ():
+            for name, value in sides.items() if number >= warm_ups else ():
                 values[name].append(value)
         tables.append(_compared(row, values))
     if Row.LOOKUP in rows:
