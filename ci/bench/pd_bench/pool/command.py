@@ -11,6 +11,7 @@ from rich.console import Console
 
 from pd_bench.command_output import exit_codes, noise_note, report
 from pd_bench.machine import Noise
+from pd_bench.pool import cross as both_kinds
 from pd_bench.pool import disk as disk_reads
 from pd_bench.pool import lookups, rivals
 from pd_bench.pool import sglang as sglang_engines
@@ -49,6 +50,13 @@ def pool(
         list[sglang_engines.Row] | None,
         typer.Option(help="With --sglang: measure this row alone. Can be repeated."),
     ] = None,
+    cross: Annotated[
+        Path | None,
+        typer.Option(
+            help="A vLLM and an SGLang engine behind our router play this trace (Mooncake's JSON lines); each is killed once."
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=4, help="With --cross: requests of the trace.")] = 40,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -90,7 +98,9 @@ def pool(
     def say(line: str) -> None:
         stderr.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    everything = not (raw or lookup or engines or trace or disk or slow or stores or sglang)
+    everything = not (
+        raw or lookup or engines or trace or disk or slow or stores or sglang or cross
+    )
     tables: list[tuple[str, list[Comparison]]] = []
     notes: list[str] = []
     others_cores = 0.0
@@ -133,6 +143,11 @@ def pool(
                 tables += sglang_engines.measure(started_sglang, rows, runs, warm_ups, say)
                 notes.append(sglang_engines.NOT_COMPARED)
                 others_cores = max(others_cores, noise.cores())
+        if cross:
+            with both_kinds.running(stderr) as host:
+                right, answered = both_kinds.measure(host, cross, requests, say)
+                tables.append(("all", right))
+                notes += answered
         if engines or everything:
             with running(stderr) as started:
                 noise = Noise(started.pids)
