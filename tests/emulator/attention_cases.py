@@ -68,7 +68,9 @@ def _compare(batch: DecodeCall, workers: int, bound: float) -> None:
     attend(batch, out, lse, plan.tensors)
     error = float((out.float() - wanted).norm() / wanted.norm())
     assert error <= bound, f"error {error:.2e}, at most {bound}"
-    assert torch.allclose(lse, sums, atol=2e-3), "lse differs"
+    atol = 4e-3 if bound == CODED_BOUND else 2e-3
+    away = (lse - sums).nan_to_num(posinf=0, neginf=0).abs().max()
+    assert torch.allclose(lse, sums, atol=atol), f"lse differs by {away:.1e}"
     assert not plan.counters.any(), "counters are not zero after a launch"
 
 
@@ -111,15 +113,20 @@ def mla(
     coded: bool = False,
     workers: int = 2,
     dtype: torch.dtype = BF16,
+    chosen: bool = False,
     **switches: bool,
 ) -> None:
+    """`chosen`: each row is chosen by itself, and every fifth is none."""
     torch.manual_seed(1)
+    page = 1 if chosen else page
     given = latent_set(list(lengths), heads, queries, page, coded)
     if not coded:
         given = given._replace(query=given.query.to(dtype), cache=given.cache.to(dtype))
         nothing_outside(given.cache, given.table, lengths)
+    if chosen:
+        given.table[:, ::5] = -1
     with tuned(**switches):
-        _compare(MlaCall(*given, 0.05, True), workers, CODED_BOUND if coded else BOUND)
+        _compare(MlaCall(*given, 0.05, not chosen), workers, CODED_BOUND if coded else BOUND)
 
 
 def gluon(heads: int = 16, **given: Any) -> None:
@@ -271,6 +278,9 @@ DECODES: dict[str, Case] = {
     "mla, 2 heads, split": functools.partial(mla, 2, [1, 258, 0], workers=4, column_merge=False),
     "mla, 128 heads": functools.partial(mla, 128, [70, 37]),
     "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
+    "mla, chosen": functools.partial(mla, chosen=True),
+    "mla, chosen, fp8": functools.partial(mla, chosen=True, coded=True),
+    "mla, 128 heads, chosen, fp8": functools.partial(mla, 128, [70, 37], chosen=True, coded=True),
     "mla, 128 heads, page 16": functools.partial(mla, 128, [70, 37], page=16),
     "gluon": gluon,
     "gluon off": functools.partial(gluon, gluon=False),

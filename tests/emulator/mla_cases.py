@@ -14,6 +14,8 @@ from transfer_cases import Case
 from vllm_cases import DECODES
 from vllm_door import Door, attended, few_processors, for_cuda
 
+from pd_kernels.attention.mla_call import CODED_BYTES
+
 
 class LatentDoor(Door):
     """A layer with latents. Above 32 heads its pages of 64 tokens are for the Gluon kernel."""
@@ -24,26 +26,30 @@ class LatentDoor(Door):
     temporaries = 2
     """Queries whose two parts are one tensor, and results."""
 
+    member, top_k = "TRITON_MLA", 0
+
     def __init__(self, heads: int = 16, page: int = 64, **engine: Any) -> None:
         for_cuda()
         layers: Any = importlib.import_module("latent_layers")
         batches: Any = importlib.import_module("backend_layers")
         self.name, dtype = layers.NAME, torch.bfloat16
-        self.shape = layers.LatentShape(heads, 64, 128, page, dtype, "cuda:0")
+        self.shape = layers.LatentShape(heads, 64, 128, page, dtype, "cuda:0", self.top_k)
         width = layers.LATENT + layers.ROPE
         tokens = batches.Shape(heads, 1, width, dtype, device="cuda:0", page=page)
         self.batch = functools.partial(batches.Batch, tokens)
-        with mock.patch.dict("os.environ", PD_KERNELS_MLA="TRITON_MLA"):
+        with mock.patch.dict("os.environ", PD_KERNELS_MLA=self.member):
             importlib.import_module("pd_kernels.vllm.plugin").register()
         with tempfile.TemporaryDirectory() as folder:
-            made = self.shape.layer(self.shape.save(Path(folder)), "TRITON_MLA", **engine)
+            made = self.shape.layer(self.shape.save(Path(folder)), self.member, **engine)
         super().__init__(*made, made[1].vllm_config)
-        assert type(self.module.impl).__name__ == "MlaImplCuda"
+        assert type(self.module.impl).__name__ == ("SparseMlaImpl" if self.top_k else "MlaImplCuda")
         self.weights = self.module.kv_b_proj.weight.detach().float()
         self.module.process_weights_after_loading(dtype)
         self.module.to("cuda:0")
+        self.coded = self.module.kv_cache_dtype == "fp8_ds_mla"
+        stored, width = (torch.uint8, CODED_BYTES) if self.coded else (dtype, width)
         size = batches.PAGES, 1, page, width
-        self.module.bind_kv_cache(torch.empty(size, dtype=dtype, device="cuda:0"))
+        self.module.bind_kv_cache(torch.empty(size, dtype=stored, device="cuda:0"))
         self.forget()
 
     @property
@@ -54,7 +60,8 @@ class LatentDoor(Door):
         for row, (count, tokens) in enumerate(zip(batch.queries, batch.tokens, strict=True)):
             past, slots = batch.kv[0, row, : tokens - count], batch.slots(row)[: tokens - count]
             told = *self._halves(past.to("cuda:0")), self.module.kv_cache, slots.to("cuda:0")
-            self.module.impl.do_kv_cache_update(*told, "auto", self.module._k_scale)
+            kind = self.module.kv_cache_dtype
+            self.module.impl.do_kv_cache_update(*told, kind, self.module._k_scale)
 
     def _halves(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`[token, 512]` and `[token, 1, 64]` of `[token, 1, 576]`."""
@@ -82,20 +89,81 @@ class LatentDoor(Door):
             heads = (latent @ self.weights.T).unflatten(1, (self.shape.heads, -1))
             keys, values = heads.split((self.shape.nope, self.shape.value), -1)
             keys = torch.cat((keys, rope.expand(-1, self.shape.heads, -1)), -1)
-            rows.append(attended(query, keys, values, self.shape.scale).flatten(1))
+            first = sum(len(each) for each in rows)
+            rows.append(self.attended(first, query, keys, values).flatten(1))
         return torch.cat(rows)
+
+    def attended(self, first: int, query: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
+        """Attention of a request, whose queries begin with the step's `first`."""
+        return attended(query, *kv, self.shape.scale)
+
+
+class SparseDoor(LatentDoor):
+    """A layer whose indexer chooses up to 128 tokens for each query, which lie anywhere among entries of -1."""
+
+    member, top_k = "FLASHMLA_SPARSE", 128
+
+    def step(self, batch: Any) -> torch.Tensor:
+        chosen = torch.full((sum(batch.queries), self.top_k), -1, dtype=torch.int32)
+        source, places = torch.Generator().manual_seed(3), []
+        for count, tokens in zip(batch.queries, batch.tokens, strict=True):
+            places += range(tokens - count, tokens)
+        for row, place in zip(chosen, places, strict=True):
+            count = min(place + 1, self.top_k)
+            where = torch.randperm(self.top_k, generator=source)[:count]
+            row[where] = torch.randperm(place + 1, generator=source)[:count].int()
+        self.chosen = chosen
+        self.module.impl.topk_indices_buffer[: len(chosen)] = chosen.to("cuda:0")
+        return super().step(batch)
+
+    def attended(self, first: int, query: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
+        chosen = self.chosen[first : first + len(query)]
+        seen = torch.zeros(len(query), len(kv[0]) + 1, dtype=torch.bool)
+        seen.scatter_(1, chosen.long() % seen.shape[1], True)  # -1: behind the last token
+        told = (each.float().transpose(0, 1) for each in (query, *kv))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(*told, seen[:, :-1], scale=self.shape.scale).transpose(0, 1)
+
+
+class CodedSparseDoor(SparseDoor):
+    """A cache in FlashMLA's FP8 layout, whose rounding the reference does not have."""
+
+    bound = 6e-2
+
+    def __init__(self, heads: int = 16) -> None:
+        super().__init__(heads, kv_cache_dtype="fp8_ds_mla")
+        assert self.coded
 
 
 def step(
-    heads: int = 16, requests: tuple[tuple[int, int], ...] = DECODES, verified: int = 1
+    heads: int = 16,
+    requests: tuple[tuple[int, int], ...] = DECODES,
+    verified: int = 1,
+    kind: type[LatentDoor] = LatentDoor,
 ) -> None:
     """Run the last tokens of some requests through a layer, behind what the cache has of them."""
     with gpu(), few_processors():
-        door = LatentDoor(heads)
+        door = kind(heads)
         door.builder.reorder_batch_threshold = verified
         batch = door.batch(requests)
         door.write(batch)
         door.check(batch, door.step(batch))
+
+
+def _another_choice() -> None:
+    """The control: a choice that is not the one the layer has been given is seen."""
+
+    class Another(SparseDoor):
+        def wanted(self, batch: Any) -> torch.Tensor:
+            self.chosen = torch.where(self.chosen > 0, self.chosen - 1, self.chosen)
+            return super().wanted(batch)
+
+    try:
+        step(requests=((1, 300), (1, 70)), kind=Another)
+    except AssertionError as error:
+        assert "at most 0.02" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("another choice makes no difference")
 
 
 LATENTS: dict[str, Case] = {
@@ -104,5 +172,18 @@ LATENTS: dict[str, Case] = {
     "vllm, mla, beside prompts": functools.partial(
         step, requests=((1, 70), (1, 33), (20, 20), (9, 9))
     ),
+    "vllm, sparse mla": functools.partial(
+        step, requests=((1, 300), (1, 70), (1, 1)), kind=SparseDoor
+    ),
+    "vllm, sparse mla, 40 heads, beside prompts": functools.partial(
+        step, 40, requests=((1, 200), (1, 33), (20, 150), (9, 9)), kind=SparseDoor
+    ),
+    "vllm, sparse mla, fp8": functools.partial(
+        step, requests=((1, 300), (1, 70), (1, 1)), kind=CodedSparseDoor
+    ),
+    "vllm, sparse mla, dense prompts": functools.partial(
+        step, requests=((1, 300), (20, 20), (9, 9)), kind=SparseDoor
+    ),
+    "vllm, sparse mla, another choice": _another_choice,
     "vllm, mla, verified": functools.partial(step, requests=((2, 70), (2, 2)), verified=2),
 }

@@ -7,6 +7,7 @@ from executed import executed
 SMALL = (
     *("swapped", "swapped, 32 lines"),
     *("paged, fp8", "paged, documents", "paged, 8 queries", "paged, jagged", "mla, 16 heads, fp8"),
+    *("mla, chosen", "mla, chosen, fp8"),
     *(
         "mla, 128 heads",
         "gluon, 128 heads",

@@ -21,10 +21,12 @@ from memory import FaultError
 from streams import STREAMS
 from transfer_cases import FP8
 
+from pd_bench.kernels.decode_cases import coded_latents
 from pd_kernels.attention import decode_call
 
 COMPILED = ("_C_stable_libtorch", "vllm_flash_attn._vllm_fa2_C", "vllm_flash_attn._vllm_fa3_C")
 FLASH = "vllm.v1.attention.backends.flash_attn"
+SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 LATENT_PREFILL = "vllm.v1.attention.backends.mla.prefill.flash_attn"
 
 
@@ -50,6 +52,9 @@ def for_cuda() -> None:
         (FLASH, "get_scheduler_metadata", scheduled),
         (FLASH, "flash_attn_varlen_func", flash_attention),
         ("vllm.model_executor.layers.attention.mla_attention", "PIN_MEMORY", False),
+        (SPARSE, "PIN_MEMORY", False),
+        ("vllm.utils.torch_utils", "is_pin_memory_available", lambda: False),
+        (SPARSE, "get_tensor_model_parallel_world_size", lambda: 1),
         (LATENT_PREFILL, "flash_attn_varlen_func", flash_attention),
     ):
         setattr(importlib.import_module(module), name, value)
@@ -83,8 +88,11 @@ def _write_keys(
 def _write_latents(
     latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, **_: Any
 ) -> None:
-    """What `concat_and_cache_mla` does."""
-    _put(torch.cat((latent, rope), -1)[: len(slots)], cache, slots)
+    """What `concat_and_cache_mla` does, also in FlashMLA's FP8 layout."""
+    tokens = torch.cat((latent, rope), -1)[: len(slots)]
+    if cache.dtype == torch.uint8:
+        tokens = coded_latents(tokens.cpu()).to(cache.device)
+    _put(tokens, cache, slots)
 
 
 class Rounded(torch.nn.Module):

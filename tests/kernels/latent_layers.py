@@ -32,6 +32,8 @@ class LatentShape(NamedTuple):
     page: int = 16
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    top_k: int = 0
+    """Tokens that an indexer chooses for each query; 0 without one."""
 
     def save(self, folder: Path) -> Path:
         """The configuration of a model with such layers."""
@@ -47,6 +49,7 @@ class LatentShape(NamedTuple):
             qk_nope_head_dim=self.nope,
             v_head_dim=self.value,
             architectures=["DeepseekV2ForCausalLM"],
+            **({"index_topk": self.top_k} if self.top_k else {}),
         ).save_pretrained(folder)
         return folder
 
@@ -70,10 +73,16 @@ class LatentShape(NamedTuple):
         try:
             with set_current_vllm_config(config):
                 project = _Projection(LATENT, self.heads * (self.nope + self.value), bias=False)
+                sparse: dict[str, Any] = {}
+                if self.top_k:
+                    most = config.scheduler_config.max_num_batched_tokens
+                    chosen = torch.full((most, self.top_k), -1, dtype=torch.int32)
+                    sparse = {"use_sparse": True, "topk_indices_buffer": chosen.to(self.device)}
                 layer = MLAAttention(
                     *(self.heads, self.scale, self.nope, ROPE, self.value, None, LATENT, project),
                     cache_config=config.cache_config,
                     prefix=NAME,
+                    **sparse,
                 )
                 spec = layer.get_kv_cache_spec(config)
                 made = layer.attn_backend.get_builder_cls()

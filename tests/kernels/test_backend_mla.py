@@ -171,6 +171,45 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
         assert any(reason in each for each in found), found
 
 
+@pytest.mark.parametrize("member", ["FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"])
+def test_on_a_gpu_ours_stands_in_for_a_sparse_member(
+    member: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugin.MLA_VARIABLE, member)
+    plugin.register()
+    backend = AttentionBackendEnum[member].get_class()
+    assert backend.get_name() == member
+    assert backend.get_impl_cls().__name__ == "SparseMlaImpl"
+    good = {
+        "head_size": 576,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "fp8_ds_mla",
+        "block_size": 64,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": True,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+    }
+    assert backend.validate_configuration(**good) == []
+    refused = {
+        "head_size not supported": {"head_size": 512},
+        "model dtype torch.float16: must be bfloat16": {"dtype": torch.float16},
+        "kv_cache_dtype not supported": {"kv_cache_dtype": "nvfp4_ds_mla"},
+        "non-sparse not supported": {"use_sparse": False},
+        "DCP not supported": {"use_dcp": True},
+        "PCP not supported": {"use_pcp": True},
+        f"runs on 9.0 and 10.x. Unset PD_KERNELS_MLA to have vLLM's own {member}": {
+            "device_capability": DeviceCapability(8, 0)
+        },
+    }
+    for reason, changed in refused.items():
+        found = backend.validate_configuration(**good | changed)
+        assert any(reason in each for each in found), found
+
+
 def test_graphs_are_promised_for_decodes_of_one_length_only() -> None:
     assert MlaBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
 
@@ -197,8 +236,8 @@ def test_a_plan_is_for_the_kernel_that_the_layers_cache_takes(
 def test_a_backend_that_ours_cannot_stand_in_for_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(plugin.MLA_VARIABLE, "FLASHMLA_SPARSE")
-    with pytest.raises(ValueError, match="PD_KERNELS_MLA=FLASHMLA_SPARSE: must be one of CPU_MLA"):
+    monkeypatch.setenv(plugin.MLA_VARIABLE, "FLASHINFER_MLA")
+    with pytest.raises(ValueError, match="PD_KERNELS_MLA=FLASHINFER_MLA: must be one of CPU_MLA"):
         plugin.register()
 
 

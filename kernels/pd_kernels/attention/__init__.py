@@ -3,6 +3,7 @@
 sequences.
 
 `paged_decode` is for keys and values per head, `mla_decode` for one latent of all heads.
+`sparse_mla_decode` for latents that are chosen one by one.
 `DecodePlan` holds the work partition that layers share, `Mod` changes scores and masks,
 `merge_partials` joins shards of sequences. `mixed_attention` computes prefill chunks in the same
 launch.
@@ -17,6 +18,7 @@ from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.merge import Partials, merge_partials
 from pd_kernels.attention.mixed import MixedPlan, mixed_attention
 from pd_kernels.attention.mla import mla_decode, plan_mla_decode
+from pd_kernels.attention.mla_sparse import plan_sparse_mla_decode, sparse_mla_decode
 from pd_kernels.attention.mods import Mod, alibi, document, soft_cap
 from pd_kernels.attention.paged import paged_decode, plan_paged_decode
 
@@ -33,5 +35,7 @@ __all__ = [
     "paged_decode",
     "plan_mla_decode",
     "plan_paged_decode",
+    "plan_sparse_mla_decode",
     "soft_cap",
+    "sparse_mla_decode",
 ]

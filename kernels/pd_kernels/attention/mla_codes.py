@@ -20,7 +20,7 @@ import triton.language as tl
 from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE
 from pd_kernels.attention.online_softmax import softmax_step
 from pd_kernels.attention.paged_codes import half_lines, two_halves
-from pd_kernels.attention.paged_tile import tile_tokens
+from pd_kernels.attention.paged_tile import chosen_tokens, tile_tokens
 
 _LATENT = tl.constexpr(LATENT)
 _ROPE = tl.constexpr(ROPE)
@@ -78,18 +78,18 @@ def attend_latent_codes(
     # Unlike the other loops, this loop keeps values that no turn changes. Otherwise each turn would
     # write the queries to shared memory, because registers have no room for them.
     for tile in tl.range(begin, end, num_stages=STAGES):
-        tokens, token, inside = tile_tokens(cache, pages, tile, length, PAGE, TILE, CACHE)
-        mask = inside[:, None]
+        tokens, mask, token, inside = tile_tokens(cache, pages, tile, length, PAGE, TILE, CACHE)
         words = tokens.to(tl.pointer_type(tl.int16)) + word
         word_0 = tl.load(words, mask=mask, other=0, eviction_policy="evict_first")
         word_1 = tl.load(words + _WORDS, mask=mask, other=0, eviction_policy="evict_first")
         word_2 = tl.load(words + 2 * _WORDS, mask=mask, other=0, eviction_policy="evict_first")
         word_3 = tl.load(words + 3 * _WORDS, mask=mask, other=0, eviction_policy="evict_first")
         scales = tl.reshape(tokens + _LATENT, (TILE,)).to(tl.pointer_type(tl.float32))
-        scale_0 = tl.load(scales, mask=inside, other=0.0)
-        scale_1 = tl.load(scales + 1, mask=inside, other=0.0)
-        scale_2 = tl.load(scales + 2, mask=inside, other=0.0)
-        scale_3 = tl.load(scales + 3, mask=inside, other=0.0)
+        whole = tl.reshape(mask, (TILE,))
+        scale_0 = tl.load(scales, mask=whole, other=0.0)
+        scale_1 = tl.load(scales + 1, mask=whole, other=0.0)
+        scale_2 = tl.load(scales + 2, mask=whole, other=0.0)
+        scale_3 = tl.load(scales + 3, mask=whole, other=0.0)
         ropes = (tokens + _CODES).to(tl.pointer_type(tl.bfloat16)) + rope
         score = tl.dot(
             lines_rope,
@@ -99,7 +99,7 @@ def attend_latent_codes(
         score += _product(even_1, odd_1, word_1) * (unit_1[:, None] * scale_1[None, :])
         score += _product(even_2, odd_2, word_2) * (unit_2[:, None] * scale_2[None, :])
         score += _product(even_3, odd_3, word_3) * (unit_3[:, None] * scale_3[None, :])
-        seen = inside[None, :]
+        seen = chosen_tokens(pages, token, inside, PAGE)[None, :]
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
         score = tl.where(seen, score * scale, float("-inf"))

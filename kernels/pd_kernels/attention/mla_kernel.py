@@ -20,7 +20,7 @@ from pd_kernels.attention.load_fence import show_loads
 from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
 from pd_kernels.attention.mla_codes import attend_latent_codes
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
-from pd_kernels.attention.paged_tile import tile_tokens
+from pd_kernels.attention.paged_tile import chosen_tokens, tile_tokens
 from pd_kernels.attention.plan_kernel import current_piece, rows_of
 from pd_kernels.attention.split_merge import (
     GROUP,
@@ -164,8 +164,7 @@ def attend_latents(
     result_2 = tl.zeros((HEIGHT, _SLICE), tl.float32)
     result_3 = tl.zeros((HEIGHT, _SLICE), tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
-        tokens, token, inside = tile_tokens(cache, pages, tile, length, PAGE, TILE, CACHE)
-        mask = inside[:, None]
+        tokens, mask, token, inside = tile_tokens(cache, pages, tile, length, PAGE, TILE, CACHE)
         latent_0 = _latents(tokens, mask, 0, CODED, lines_0.dtype)
         latent_1 = _latents(tokens, mask, 1, CODED, lines_0.dtype)
         latent_2 = _latents(tokens, mask, 2, CODED, lines_0.dtype)
@@ -189,7 +188,7 @@ def attend_latents(
             score = tl.dot(lines_1, tl.trans(latent_1), score)
             score = tl.dot(lines_2, tl.trans(latent_2), score)
             score = tl.dot(lines_3, tl.trans(latent_3), score) * scale
-        seen = inside[None, :]
+        seen = chosen_tokens(pages, token, inside, PAGE)[None, :]
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
         score = tl.where(seen, score, float("-inf"))

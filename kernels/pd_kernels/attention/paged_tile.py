@@ -62,10 +62,14 @@ def token_offsets(page, within, STRIDES: tl.constexpr, PAGE: tl.constexpr, WORD:
 def tile_tokens(
     cache, pages, tile, length, PAGE: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr
 ):
-    """Where the latents of a tile's tokens begin in a cache, `[TILE, 1]`. Also the tokens' numbers,
-    and which of them exist, `[TILE]`. CACHE: strides of page and token."""
+    """Where the latents of a tile's tokens begin in a cache, and which of them are to be loaded,
+    `[TILE, 1]`. Also the tokens' numbers, and which of them lie in the sequence, `[TILE]`. CACHE:
+    strides of page and token.
+
+    With pages of one token, -1 in place of a page marks a missing token; see `chosen_tokens`."""
     token = tile * TILE + tl.arange(0, TILE)
     inside = token < length
+    mask = inside
     if (PAGE - 1) * CACHE[1] > _MOST_32_BITS:
         page, within = token_places(pages, tile, token, inside, PAGE, TILE)
         tokens = cache + token_offsets(page, within, CACHE, PAGE, 1)[:, None]
@@ -76,7 +80,18 @@ def tile_tokens(
     else:
         page = tl.load(pages + token // PAGE, mask=inside, other=0).to(tl.int64)
         tokens = cache + (page * CACHE[0] + token % PAGE * CACHE[1])[:, None]
-    return tokens, token, inside
+        if PAGE == 1:
+            mask = inside & (page >= 0)
+    return tokens, mask[:, None], token, inside
+
+
+@triton.jit
+def chosen_tokens(pages, token, inside, PAGE: tl.constexpr):
+    """Which tokens of a tile scores may count, `[TILE]`. The table is read a second time, because registers have no room
+    for the masks of tiles that are being loaded."""
+    if PAGE == 1:
+        return tl.load(pages + token, mask=inside, other=-1) >= 0
+    return inside
 
 
 @triton.jit

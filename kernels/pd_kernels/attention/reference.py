@@ -119,7 +119,11 @@ def decoded_latents(cache: torch.Tensor) -> torch.Tensor:
 def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Compute `mla_decode`. Write `out`, and `lse` if it is given."""
     for number, length in enumerate(batch.lengths.tolist()):
-        tokens = read_pages(batch.cache, batch.table[number], length)
+        pages = batch.table[number]
+        if batch.cache.shape[1] == 1:  # of single tokens, of which some may be missing
+            pages = pages[:length][pages[:length] >= 0]
+            length = len(pages)
+        tokens = read_pages(batch.cache, pages, length)
         latents = (decoded_latents(tokens) if batch.coded else tokens.float())[:, None]
         result, sums = attend(
             batch.query[number],

@@ -12,6 +12,8 @@ MLA_MEMBERS = {
     "TRITON_MLA": "pd_kernels.vllm.mla_cuda.TritonMla",
     "FLASHMLA": "pd_kernels.vllm.mla_cuda.FlashMla",
     "FLASH_ATTN_MLA": "pd_kernels.vllm.mla_cuda.FlashAttnMla",
+    "FLASHMLA_SPARSE": "pd_kernels.vllm.mla_sparse.FlashMlaSparse",
+    "FLASH_ATTN_MLA_SPARSE": "pd_kernels.vllm.mla_sparse.FlashAttnMlaSparse",
 }
 
 
