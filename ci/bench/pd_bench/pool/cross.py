@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM and an SGLang engine of one host behind our router, with one pool, under a trace. Each engine is killed once.
 
-Requests are not streamed: the router asks another engine for an answer whose engine has died. Of a stream of SGLang's that
-has begun the client would be told.
+Requests are not streamed: the router asks another engine for an answer whose engine has died. It cannot go on with a
+stream of SGLang's.
 """
 
 from __future__ import annotations
