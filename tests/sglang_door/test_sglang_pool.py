@@ -323,6 +323,20 @@ def test_a_prompt_is_kept_as_long_as_its_client_wants(make: Make, store: LocalSt
         until(lambda pinned=pinned: bool(store.status().pinned) == bool(pinned))
 
 
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [({"pin_s": -1.0}, "the pool is not used"), ({"tenant": "nobody"}, "not in the config key")],
+)
+def test_wishes_that_cannot_be_followed_are_logged_once(
+    make: Make, caplog: pytest.LogCaptureFixture, wishes: dict[str, Any], said: str
+) -> None:
+    engine = make()
+    req = engine.request(prompt(300), **wishes)
+    engine.arrive(req)
+    engine.compute(req)
+    assert caplog.text.count(said) == 1
+
+
 def held(engine: Engine) -> int:
     return engine.rank.prompts.held.nbytes
 
