@@ -137,9 +137,9 @@ def pool(
                 tables += beside.measure(prompt_tokens, runs, warm_ups, say)
                 others_cores = max(others_cores, noise.cores())
         if sglang:
-            with sglang_engines.running(stderr) as started_sglang:
+            rows = row or list(sglang_engines.Row)
+            with sglang_engines.running(rows, stderr) as started_sglang:
                 noise = Noise(started_sglang.pids)
-                rows = row or list(sglang_engines.Row)
                 tables += sglang_engines.measure(started_sglang, rows, runs, warm_ups, say)
                 notes.append(sglang_engines.NOT_COMPARED)
                 others_cores = max(others_cores, noise.cores())

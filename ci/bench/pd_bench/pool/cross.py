@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from pd_connector.tools.launch.sglang import SglangEngine
 
 SCALE = 16.0
 """Divisor of the trace's lengths. A chunk has 128 tokens: prompts have to be longer than that."""
+MOST_TOKENS = 3500
+"""Of a prompt, in which each letter is a token. What is longer is cut, so that both engines' contexts have room."""
 PER_S = 1.0
+"""Requests a second."""
 _MEMORY = "2GiB"
 _EXACT = ("--dtype", "float32")
 _NO_POOL = {"pool": {"read": False, "write": False}}
@@ -172,7 +176,10 @@ def measure(
     Raises:
         BenchError: the trace cannot be read.
     """
-    requests = timed(read(trace, count), PER_S, SCALE, 1)
+    requests = [
+        replace(request, prompt=request.prompt[:MOST_TOKENS])
+        for request in timed(read(trace, count), PER_S, SCALE, 1)
+    ]
     alone = [
         host.ask(host.vllm.client, request, kv_transfer_params=_NO_POOL) for request in requests
     ]

@@ -79,6 +79,16 @@ class Row(StrEnum):
     CPU = "cpu"
 
 
+_NEEDED = {
+    Row.STORED: {"writer", "reader", "plain"},
+    Row.NO_HITS: {"reader", "plain"},
+    Row.LOOKUP: {"writer", "reader"},
+    Row.THROUGHPUT: {"writer", "plain"},
+    Row.CPU: {"writer", "reader"},
+}
+"""Engines of each row. No other engine is started."""
+
+
 class SglangPool:
     """The engines, ready. Made by `running`.
 
@@ -86,9 +96,12 @@ class SglangPool:
         writer: saves what it computes.
         reader: loads, and saves nothing.
         plain: has no linker.
+        all: those that are started.
     """
 
-    def __init__(self, model: Path, shm: Path, logs: Path, plugins: Path) -> None:
+    def __init__(
+        self, model: Path, shm: Path, logs: Path, plugins: Path, rows: Collection[Row]
+    ) -> None:
         self._memory = memory_folder({SHM_VARIABLE: str(shm)})
         self._store: LocalStore | None = None
         self.lookups = logs / "lookups"
@@ -114,12 +127,16 @@ class SglangPool:
         self.writer = engine("writer", {"memory": MEMORY})
         self.reader = engine("reader", {"memory": MEMORY, "write": False})
         self.plain = engine("plain", None)
-        self.all = (self.writer, self.reader, self.plain)
+        needed = {name for row in rows for name in _NEEDED[row]}
+        every = (self.writer, self.reader, self.plain)
+        self.all = tuple(engine for engine in every if engine.name in needed)
 
     def wait(self, console: Console) -> None:
         """Wait until they answer, and use the pool: each reads all bytes of its weights first."""
         wait_all(self.all, console=console)
-        for engine in (self.writer, self.reader):
+        for engine in self.all:
+            if engine is self.plain:
+                continue
             until(
                 lambda waiting=engine: "pool: in use" in waiting.log_path.read_text(),  # type: ignore[misc]
                 _STARTS_S,
@@ -166,8 +183,8 @@ def body(prompt: list[int]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running(console: Console) -> Iterator[SglangPool]:
-    """Engines with a pool of their own. At the end no engine and no chunk is left.
+def running(rows: Collection[Row], console: Console) -> Iterator[SglangPool]:
+    """The engines of these rows, with a pool of their own. At the end no engine and no chunk is left.
 
     Raises:
         PDConnectorError: SGLang is missing, or an engine did not start.
@@ -179,7 +196,7 @@ def running(console: Console) -> Iterator[SglangPool]:
         console.print(f"engines' logs in {logs}", highlight=False)
         model = write_model(folder / "model")
         write_weights(model)  # the pool keeps nothing of weights that are not from files
-        engines = SglangPool(model, shm, logs, _plugin(folder / "plugins"))
+        engines = SglangPool(model, shm, logs, _plugin(folder / "plugins"), rows)
         stack.callback(engines.close)
         stack.callback(stop_services, engines.all)
         for engine in engines.all:
