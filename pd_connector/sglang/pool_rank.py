@@ -262,13 +262,13 @@ class PoolRank:
 
     def ask(self, req: Any) -> PoolAsk:
         """What the client of a request wants of the pool. What cannot be followed is ignored, and logged once."""
-        known: PoolAsk | None = getattr(req, _ASK, None)
-        if known is None:
-            known = self._asked(req)
-            setattr(req, _ASK, known)
-        return known
+        ask: PoolAsk | None = getattr(req, _ASK, None)
+        if ask is None:
+            ask = self._read_ask(req)
+            setattr(req, _ASK, ask)
+        return ask
 
-    def _asked(self, req: Any) -> PoolAsk:
+    def _read_ask(self, req: Any) -> PoolAsk:
         given = getattr(req.sampling_params, "custom_params", None)
         try:
             ask = read_ask(given.get("pool") if isinstance(given, dict) else None)

@@ -33,7 +33,7 @@ from pd_connector.tools.launch.sglang import SglangEngine
 SCALE = 16.0
 """Divisor of the trace's lengths. A chunk has 128 tokens: prompts have to be longer than that."""
 MOST_TOKENS = 3500
-"""Of a prompt, in which each letter is a token. What is longer is cut, so that both engines' contexts have room."""
+"""Longest prompt; each letter is a token. Longer ones are cut, so that both engines' contexts have room."""
 PER_S = 1.0
 """Requests a second."""
 _MEMORY = "2GiB"
