@@ -15,7 +15,7 @@ import msgspec
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.cli.checks.finding import Finding, Status
-from scheduler_plugins.planner.files import COMPOSE, PAGE, ROLES, ROUTER, VALUES
+from scheduler_plugins.planner.files import COMPOSE, CORES, GPUS, PAGE, ROLES, ROUTER, VALUES
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import parse
@@ -90,12 +90,12 @@ def _started(path: Path) -> list[Started]:
     """
     engines, used = list[Started](), Counter[str]()
     for n, line in enumerate(path.read_text().splitlines(), 1):
-        if "vllm serve" not in line:
+        if not line.startswith((GPUS, CORES)) and "vllm serve" not in line:
             continue
         if not line.endswith(" &"):
             raise ValueError(f"line {n}: is cut off; wanted is a command that ends with &")
         gpus, *words = shlex.split(line.removesuffix(" &"))
-        given = dict(pairwise(words[3:]))
+        given = dict(pairwise(words))
         name, _, listed = gpus.partition("=")
         role = ""
         if "--kv-transfer-config" in given:
@@ -114,10 +114,11 @@ def _started(path: Path) -> list[Started]:
         except KeyError as error:
             raise ValueError(f"line {n}: has no {error.args[0]}") from None
         here = listed.split(",")
-        if name != "CUDA_VISIBLE_DEVICES" or len(here) != tp:
+        ranks = {GPUS: len(here), CORES: 1}.get(name)
+        if ranks != tp:
             raise ValueError(f"line {n}: {gpus} for a tensor parallelism of {tp}")
         used.update([f"port {port}", *(f"GPU {gpu}" for gpu in here)])
-        engines.append(Started(role, port, tp, chunk))
+        engines.append(Started(role, port, len(here), chunk))
     if twice := sorted(what for what, times in used.items() if times > 1):
         raise ValueError(f"two engines have {', '.join(twice)}")
     return engines

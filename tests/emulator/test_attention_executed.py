@@ -13,6 +13,7 @@ SMALL = (
         "gluon, 128 heads",
         "mixed, split",
         "public, merge",
+        "public, strides",
         "plan, window",
         "tile mask",
     ),

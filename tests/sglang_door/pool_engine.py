@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.sampling.sampling_params import SamplingParams
+from support.pool_stores import wait_for_books
 from support.waits import until
 
 from pd_connector.agent.commands import ChangeModel
@@ -283,14 +284,15 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda self, *args, hook=hook, original=original: hook(original, self, *args),
         )
     monkeypatch.setenv(CONFIG_VARIABLE, '{"pool": true}')
-    monkeypatch.setattr(pool_prompts, "LOOK_S", 10.0)  # a busy machine
-    monkeypatch.setattr(pool_prompts, "_SLOW_S", 10.0)
+    for name in ("LOOK_S", "_SLOW_S", "STALL_S"):  # a busy machine
+        monkeypatch.setattr(pool_prompts, name, 60.0)
     alone = SimpleNamespace(disaggregation_mode="null")
     monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: alone)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[LocalStore]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
+    wait_for_books(monkeypatch)
     made = LocalStore(Space(tmp_path / "pool", 64 << 20), None)
     yield made
     made.close()

@@ -26,6 +26,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang_door.pool_engine import Engine, Ranks, hooked, prompt
+from support.pool_stores import wait_for_books
 from support.waits import until
 
 from chaos.pool_files import KINDS, harm
@@ -307,7 +308,10 @@ class World:
 
 
 @pytest.fixture
-def world(hooked: None, tmp_path: Path) -> Iterator[Callable[[type[PoolLinker]], World]]:
+def world(
+    hooked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[type[PoolLinker]], World]]:
+    wait_for_books(monkeypatch)
     made: list[World] = []
 
     def one(linker: type[PoolLinker]) -> World:

@@ -40,11 +40,15 @@ def watch(served: torch.nn.Module) -> tuple[SGLangWeights, list[Any]]:
 def scheduler(served: torch.nn.Module, path: Path = Path("/nowhere")) -> Any:
     """SGLang's. Its runner has a config of its own."""
     config, runners = (SimpleNamespace(model_path=str(path), revision=None) for _ in range(2))
+    args = SimpleNamespace(load_format="auto")
     runner = SimpleNamespace(
-        model=served, model_config=runners, load_config=SimpleNamespace(load_format="auto")
+        model=served,
+        model_config=runners,
+        load_config=SimpleNamespace(load_format="auto"),
+        server_args=args,
     )
     return SimpleNamespace(
-        server_args=SimpleNamespace(load_format="auto"),
+        server_args=args,
         model_config=config,
         tp_worker=SimpleNamespace(model_runner=runner),
     )

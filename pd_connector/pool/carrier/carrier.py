@@ -14,6 +14,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,8 @@ from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.carrier.child import MOST_NAMES
 from pd_connector.pool.carrier.client import FarClient, SilentError
 from pd_connector.pool.carrier.finding import gallop
+from pd_connector.pool.carrier.lasting import LastingThread
+from pd_connector.pool.carrier.markers import Markers
 from pd_connector.pool.carrier.messages import Brought, Sizes, Status
 from pd_connector.pool.carrier.object import Opened, Packed, unpacked
 from pd_connector.pool.far.registry import without_secret
@@ -38,6 +41,8 @@ _PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
 """Bytes in one call, unless a single object has more. Engines wait for the second."""
 _MOST_WAITING = 1 << 14
 """Chunks that wait to be put. If there are more, ends of chains are left out."""
+_MADE_WITHIN_S = 30.0
+"""How long a chunk of the journal is looked for: its writer makes its entry after it has written it down."""
 _MOST_KNOWN = 1 << 18
 """Chunks of which the carrier knows that the far store has them, and chunks that it did not take."""
 _MOST_BRINGING = 4096
@@ -59,31 +64,41 @@ class Carrier:
         address: of the far store, checked by `far_address`.
         most_bytes: of an object of the far store.
         deadline_s: the longest wait for one answer of the far store.
+        python: the Python whose environment has the far store's client; empty: this one.
     """
 
     def __init__(
-        self, store: Store, seal: Seal, address: str, most_bytes: int, deadline_s: float
+        self,
+        store: Store,
+        seal: Seal,
+        address: str,
+        most_bytes: int,
+        deadline_s: float,
+        python: str = "",
     ) -> None:
         self._store, self._seal, self._most_bytes = store, seal, most_bytes
         self._shown = without_secret(address)
         self._writer = f"carrier-{secrets.token_hex(8)}"
         self._clients = self._finds, self._gets, self._puts = tuple(
-            FarClient(name, address, deadline_s) for name in ("find", "get", "put")
+            FarClient(name, address, deadline_s, python) for name in ("find", "get", "put")
         )
         self._lock = threading.Lock()  # of what follows
         self._counts: Counter[str] = Counter()
         self._there: OrderedDict[bytes, Stored] = OrderedDict()
         self._refused: OrderedDict[bytes, None] = OrderedDict()  # and too large, or damaged
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._unmade: dict[bytes, float] = {}  # given up at this time
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
         self._queued: list[bytes] = []
+        self._after = self._opened = (
+            0  # the journal's page that comes next, and far clients opened so far
+        )
+        self._markers = Markers(seal, store.id, self._puts)
         self._ends, self._moves = threading.Event(), threading.Event()
         self._threads = [
-            threading.Thread(target=self._follow, name="pd-carrier-put", daemon=True),
-            threading.Thread(target=self._move, name="pd-carrier-move", daemon=True),
+            LastingThread("pd-carrier-put", self._follow, self._ends, self._turn),
+            LastingThread("pd-carrier-move", self._move, self._ends, self._moves.set),
         ]
-        for thread in self._threads:
-            thread.start()
 
     # For engines
 
@@ -124,6 +139,9 @@ class Carrier:
             counts = dict(self._counts)
             waiting = len(self._waiting)
         counts["client_restarts"] = sum(client.killed for client in clients)
+        counts["errors"] = sum(each.errors for each in self._threads) + sum(
+            client.errors for client in clients
+        )
         problem = next((client.problem for client in clients if not client.is_ready), "")
         return Status(
             far=self._shown,
@@ -180,37 +198,71 @@ class Carrier:
     # Putting
 
     def _follow(self) -> None:
-        after = opened = 0
-        while not self._ends.wait(_FOLLOWS_S):
-            if (count := sum(client.opened for client in self._clients)) > opened:
-                opened = count
-                with self._lock:  # the far store may have restarted, and have lost what it had
-                    self._there.clear()
-                    self._refused.clear()
-            with contextlib.suppress(PoolError):
-                page = self._store.journal(after)
-                after = page.next
+        """One turn: read what is new in the journal, and put what waits."""
+        if self._ends.wait(_FOLLOWS_S):
+            return
+        if (count := sum(client.opened for client in self._clients)) > self._opened:
+            self._opened = count
+            self._begin_again()
+        with contextlib.suppress(SilentError):
+            if self._puts.is_ready and self._markers.are_lost(time.monotonic()):
+                logger.warning(
+                    "carrier: the far store has lost objects; what it lacks is put again"
+                )
+                self._count("begun_again")
+                self._begin_again()
+        with contextlib.suppress(PoolError):
+            self._read_journal()
+        self._look_again(time.monotonic())
+        while self._waiting and not self._ends.is_set() and self._puts.is_ready:
+            chunks = self._next()
+            try:
+                self._put(chunks)
+            except SilentError:
+                break
+            except Exception:
+                logger.exception("carrier: %d chunks were not put", len(chunks))
+                self._count("failed", len(chunks))
+                self._tried(chunks)
+
+    def _begin_again(self) -> None:
+        """The far store may have restarted, and have lost what it had: the whole journal is read again."""
+        with self._lock:
+            self._there.clear()
+            self._refused.clear()
+        self._after = 0
+
+    def _read_journal(self) -> None:
+        """One page. Raises PoolError."""
+        page = self._store.journal(self._after)
+        self._after = page.next
+        with self._lock:
+            for event in page.events:
+                self._refused.pop(event.key, None)
+                if not event.tier:
+                    self._waiting.pop(event.key, None)
+                    self._unmade.pop(event.key, None)
+                elif event.key not in self._there:
+                    self._waiting[event.key] = None
+            while len(self._waiting) > _MOST_WAITING:
+                self._waiting.popitem()
+                self._counts["left_out"] += 1
+
+    def _look_again(self, now_s: float) -> None:
+        """Put chunks whose entry is made by now."""
+        for key, until_s in list(self._unmade.items()):
+            is_made = next(self._store.chunks([key]), None) is not None
+            if is_made or now_s >= until_s:
+                del self._unmade[key]
+            if is_made:
                 with self._lock:
-                    for event in page.events:
-                        self._refused.pop(event.key, None)
-                        if not event.tier:
-                            self._waiting.pop(event.key, None)
-                        elif event.key not in self._there:
-                            self._waiting[event.key] = None
-                    while len(self._waiting) > _MOST_WAITING:
-                        self._waiting.popitem()
-                        self._counts["left_out"] += 1
-            while self._waiting and not self._ends.is_set() and self._puts.is_ready:
-                chunks = self._next()
-                try:
-                    self._put(chunks)
-                except SilentError:
-                    break
-                except Exception:
-                    logger.exception("carrier: %d chunks were not put", len(chunks))
-                    with self._lock:
-                        self._counts["failed"] += len(chunks)
-                    self._tried(chunks)
+                    self._waiting[key] = None
+
+    def _turn(self) -> None:
+        """After an error: another chunk is tried first."""
+        with self._lock:
+            if self._waiting:
+                self._waiting.move_to_end(next(iter(self._waiting)))
 
     def _next(self) -> list[Chunk]:
         """The chunks to be put next, each after its parent."""
@@ -225,6 +277,8 @@ class Carrier:
             if not chain:
                 with self._lock:
                     self._waiting.pop(first, None)
+                    if len(self._unmade) < _MOST_WAITING:
+                        self._unmade.setdefault(first, time.monotonic() + _MADE_WITHIN_S)
             for chunk in chain:
                 if chunk.key not in chunks:
                     chunks[chunk.key] = chunk
@@ -310,19 +364,19 @@ class Carrier:
     # Bringing
 
     def _move(self) -> None:
-        while not self._ends.is_set():
-            self._moves.wait()
-            self._moves.clear()
-            while keys := self._take_asked():
-                try:
-                    self._bring(keys)
-                except SilentError as error:
-                    for key in keys:
-                        self._brought(key, Miss.LATE, f"the far store: {error}")
-                except Exception as error:
-                    logger.exception("carrier: chunks were not brought")
-                    for key in keys:
-                        self._brought(key, Miss.REFUSED, repr(error))
+        """One turn: wait until chunks are asked for, and bring them."""
+        self._moves.wait()
+        self._moves.clear()
+        while keys := self._take_asked():
+            try:
+                self._bring(keys)
+            except SilentError as error:
+                for key in keys:
+                    self._brought(key, Miss.LATE, f"the far store: {error}")
+            except Exception as error:
+                logger.exception("carrier: chunks were not brought")
+                for key in keys:
+                    self._brought(key, Miss.REFUSED, repr(error))
 
     def _take_asked(self) -> list[bytes]:
         with self._lock:

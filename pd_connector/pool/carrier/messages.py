@@ -97,15 +97,16 @@ def is_own_user(channel: socket.socket) -> bool:
 
 
 class SocketFolder:
-    """The folder of the socket, by a descriptor: a socket's whole path may have 107 bytes only."""
+    """The folder of a socket, by a descriptor: a socket's whole path may have 107 bytes only."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = SOCKET) -> None:
+        self._name = name
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     @property
     def path(self) -> str:
         """A short path of the socket."""
-        return f"/proc/self/fd/{self._descriptor}/{SOCKET}"
+        return f"/proc/self/fd/{self._descriptor}/{self._name}"
 
     def is_at(self, folder: Path) -> bool:
         """Whether this is still the folder at that path. Raises OSError if there is none."""

@@ -282,6 +282,14 @@ def carry(
             help="Seconds that the far store has for an answer. Then its client is killed, and engines compute for a while.",
         ),
     ] = 0.25,
+    client_python: Annotated[
+        str,
+        typer.Option(
+            help="The Python whose environment has the far store's client, if that clashes with this one: LMCache's does with vLLM. "
+            "It needs no pd-connector.",
+            show_default=False,
+        ),
+    ] = "",
     folder: Folder = None,
 ) -> None:
     """Share the pool of this host with other hosts, through a store that they all reach. One a host, until SIGTERM.
@@ -290,4 +298,37 @@ def carry(
     """
     from pd_connector.tools.cli.carry import run
 
-    run(far, key_file, answers_within, folder)
+    run(far, key_file, answers_within, client_python, folder)
+
+
+@app.command()
+def lend(
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="How much to lend, such as 64GiB. While it is lent, the same command with another size changes that; 0GiB recalls all."
+        ),
+    ],
+    far: Annotated[
+        str,
+        typer.Option(
+            envvar="PD_CONNECTOR_FAR",
+            help="Mooncake's master: mooncake://MASTER[:PORT], with ?admin=PORT if its HTTP server has another port than 9003.",
+        ),
+    ] = "",
+    recall_within: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            max=3600.0,
+            help="Seconds after which recalled memory is this host's again, whatever is still in it.",
+        ),
+    ] = 60.0,
+) -> None:
+    """Lend memory of this host to Mooncake. One a host, until SIGTERM, which recalls it: what is in it moves to other nodes.
+
+    LLM engines do not need it: they may start and end as they like.
+    """
+    from pd_connector.tools.cli.lend import run
+
+    run(memory, far, recall_within)
