@@ -53,8 +53,8 @@ _REMEDIES: dict[Cause, str] = {
     Cause.MODEL: "serve the same weights and configuration, dtype and quantisation included, with both engines",
     Cause.GEOMETRY: "start both engines with settings that fit together; the message names the settings that do not fit",
     Cause.DRAFT: (
-        "give both engines the same --speculative-config (same method, same draft model), or set one `model_id` on both if "
-        "its weights are not files on their disks (docs/configuration.md#draft-models)"
+        "give both engines the same draft model and settings (--speculative-config; SGLang: --speculative-algorithm and what "
+        "goes with it), or set one `model_id` on both if its weights are not files on their disks (docs/configuration.md#draft-models)"
     ),
     Cause.VERSION: "upgrade the older engine: one schema apart works",
     Cause.UNKNOWN_TRANSFER: "raise `lease_s` of the prefill engine, or `slots` of the decode engine",

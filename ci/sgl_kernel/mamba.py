@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that SGLang's gated delta nets call on a CPU, in plain torch, one token after another. Exact, and slow.
 
-A convolution's state is `[slot, channel, row]`, and has the last inputs. A matrix's state is `[slot, head, value dim,
-key dim]`. Both are written in place. Arithmetic is float32.
+A convolution's state is `[slot, channel, row]`, and has the last inputs. A matrix's state is `[slot, head, key dim,
+value dim]`, as SGLang's own kernels for a CPU keep it (those for a GPU keep it the other way round). Both are written in
+place. Arithmetic is float32.
 """
 
 import itertools
@@ -143,12 +144,12 @@ def _delta_rule(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens of one sequence, `[token, head, dim]`. `state` is `[head, value dim, key dim]`, and is written at the end."""
+    """Tokens of one sequence, `[token, head, dim]`. `state` is `[head, key dim, value dim]`, and is written at the end."""
     share = v.shape[1] // k.shape[1]  # heads of V for one of Q and K
     q = functional.normalize(q.float(), dim=-1, eps=1e-6).repeat_interleave(share, 1)
     k = functional.normalize(k.float(), dim=-1, eps=1e-6).repeat_interleave(share, 1)
     v, factors, beta = v.float(), decay.float().exp(), beta.float()
-    matrix, scale = state.float(), q.shape[-1] ** -0.5
+    matrix, scale = state.float().transpose(1, 2), q.shape[-1] ** -0.5
     out = torch.empty_like(v)
     for token in range(len(v)):
         matrix = matrix * factors[token][:, None, None]
@@ -156,7 +157,7 @@ def _delta_rule(
         change = (v[token] - seen) * beta[token][:, None]
         matrix = matrix + change[:, :, None] * k[token][:, None]
         out[token] = torch.einsum("hvk,hk->hv", matrix, q[token]) * scale
-    state.copy_(matrix)
+    state.copy_(matrix.transpose(1, 2))
     return out
 
 

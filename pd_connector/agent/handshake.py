@@ -101,8 +101,8 @@ def check_hello(
     if missing := unsent(message.needs, identity.tells):
         raise RefusedError(
             Cause.WORDS,
-            f"engine {identity.engine_id} does not send {missing} with its KV, and engine "
-            f"{message.engine_id} cannot go on without it",
+            f"engine {identity.engine_id} does not send {missing} with its KV (it sends "
+            f"{', '.join(identity.tells) or 'nothing else'}), and engine {message.engine_id} cannot go on without it",
         )
     source, destination = _shared(geometry, mine, theirs), _shared(message.cache, mine, theirs)
     return schema, _routes(source, destination, codecs, message.codecs, schema)

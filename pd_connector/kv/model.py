@@ -205,8 +205,8 @@ def draft_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
         )
     has = "another draft model" if producer.draft else "no draft model"
     return (
-        f"the consumer drafts (--speculative-config) and the producer has {has}: its KV would end the acceptance of drafts; "
-        f"start both engines with the same --speculative-config{_older(producer, consumer)}"
+        f"the consumer drafts (--speculative-config; SGLang: --speculative-algorithm) and the producer has {has}: its KV would end the acceptance of drafts; "
+        f"start both engines with the same draft model and settings{_older(producer, consumer)}"
     )
 
 

@@ -10,16 +10,19 @@ pool, so these layers are a second page table. Recurrent layers are one more: a 
 Sparse attention (DSA) keeps a latent and an index key of each token. Keys of a page lie together, and their scales
 behind them, so these pages pass whole, between pools with pages of the same size. Latents in DSA's
 own FP8 form pass whole, too: they have scales in each latent.
+
+A draft model (speculative decoding) has a pool of its own, with pages of the same numbers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from pd_connector.codec import DTYPES
 from pd_connector.errors import UnsupportedGeometryError
-from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Group, Shard
 from pd_connector.kv.heads import total_heads
 from pd_connector.pages.layer import LayerPages, StatePages
 from pd_connector.pages.paged_cache import PagedCache
@@ -44,6 +47,19 @@ Scales = Mapping[int, tuple[float, float]]
 """Scales of K and V in an FP8 pool, by the layer's number in the model."""
 
 
+class DraftPool(NamedTuple):
+    """The KV pool of a draft model.
+
+    Attributes:
+        pool: SGLang's.
+        named, scales: as `describe_cache` takes them, by the draft model's own numbers of layers.
+    """
+
+    pool: Any
+    named: NamedHeads
+    scales: Scales = MappingProxyType({})
+
+
 def describe_cache(
     pool: Any,
     named: NamedHeads,
@@ -52,6 +68,7 @@ def describe_cache(
     sliding_window: int = 0,
     scales: Scales | None = None,
     parts: Parts = (),
+    draft: DraftPool | None = None,
 ) -> PagedCache:
     """A rank's pool as a `PagedCache`.
 
@@ -62,6 +79,7 @@ def describe_cache(
         sliding_window: tokens before a token that layers with a window see, as SGLang counts them.
         scales: of an FP8 pool; 1 for a layer without an entry.
         parts: of the convolutions of recurrent layers (`states.state_parts`).
+        draft: the draft model's; None: the engine does not draft.
 
     Raises:
         UnsupportedGeometryError: this kind of pool cannot be moved, or it is not known which heads a rank holds.
@@ -101,6 +119,8 @@ def describe_cache(
             groups += _describe(
                 part, numbers, named, shard, scales or {}, window=window, table=table
             )
+    if draft is not None:
+        groups += _describe_draft(pool, draft, shard)
     layers = {number: pages for part, _ in groups for number, pages in part.items()}
     return PagedCache(layers, Geometry(shard, tuple(group for _, group in groups)))
 
@@ -171,6 +191,31 @@ def _describe(
         )
         for heads, layers in by_heads.items()
     ]
+
+
+def _describe_draft(
+    pool: Any, draft: DraftPool, shard: Shard
+) -> list[tuple[dict[int, LayerPages], Group]]:
+    """The layers of a draft model. SGLang allocates a page in both pools at once, under one number."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    plain, draft_pool = (MHATokenToKVPool, MLATokenToKVPool), draft.pool
+    if type(pool) not in plain or type(draft_pool) not in plain:
+        raise UnsupportedGeometryError(
+            f"KV pools {type(pool).__name__} of the model and {type(draft_pool).__name__} of its draft model: PDConnector "
+            "moves drafts beside full attention and MLA latents (MHATokenToKVPool, MLATokenToKVPool); leave "
+            "--speculative-algorithm out"
+        )
+    if draft_pool.page_size != pool.page_size:
+        raise UnsupportedGeometryError(
+            f"pages of {pool.page_size} tokens, and of {draft_pool.page_size} in the draft model's pool: PDConnector moves "
+            "drafts in pages of one size; leave --speculative-algorithm out"
+        )
+    numbers = range(DRAFT_LAYERS, DRAFT_LAYERS + draft_pool.layer_num)
+    ours = dict(zip(sorted(draft.named), numbers, strict=False))
+    named = {ours[number]: heads for number, heads in draft.named.items() if number in ours}
+    scales = {ours[number]: scale for number, scale in draft.scales.items() if number in ours}
+    return _describe(draft_pool, numbers, named, shard, scales)
 
 
 def _index_keys(pool: Any, numbers: Sequence[int]) -> tuple[dict[int, LayerPages], Group] | None:

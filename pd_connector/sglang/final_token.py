@@ -2,11 +2,13 @@
 """Final token in SGLang's form: a row of its metadata buffers. A decode engine reads the row when a request's KV has
 arrived."""
 
+import math
 from typing import Any
 
+import msgspec
 import torch
 
-from pd_connector.protocol.wire.final_token import FinalToken
+from pd_connector.protocol.wire.final_token import FinalToken, FirstDraft
 
 _COUNTS = (
     "cached_tokens",
@@ -42,7 +44,54 @@ def read_row(buffers: Any, row: int, req: Any, identity: bytes, transfer: str) -
         logprob=logprob,
         top_logprobs=top,
         counts={name: count for name, count in zip(_COUNTS, counts, strict=True) if count},
+        draft=_read_draft(buffers, row, req),
     )
+
+
+def _read_draft(buffers: Any, row: int, req: Any) -> FirstDraft | msgspec.UnsetType:
+    """The first draft; none if the engine does not draft."""
+    if req.hidden_states_tensor is None:
+        return msgspec.UNSET
+    count = len(req.output_topk_p)
+    hidden = buffers.output_hidden_states[row].contiguous().view(torch.uint8)
+    return FirstDraft(
+        hidden=hidden.cpu().numpy().tobytes(),
+        tokens=buffers.output_topk_index[row, :count].tolist(),
+        probabilities=buffers.output_topk_p[row, :count].tolist(),
+    )
+
+
+def draft_problem(buffers: Any, final_token: FinalToken, drafted: int, vocabulary: int) -> str:
+    """Why a decode engine that drafts cannot go on from this final token; empty if it can.
+
+    Args:
+        drafted: tokens of a first draft here.
+        vocabulary: size of the model's vocabulary. SGLang would end the engine for a token that is not in it.
+    """
+    draft = final_token.draft
+    if draft is msgspec.UNSET:
+        return "no first draft came with it, and this engine drafts"
+    hidden_bytes = buffers.output_hidden_states[0].nbytes
+    tokens = {len(draft.tokens), len(draft.probabilities)}
+    if tokens != {drafted} or len(draft.hidden) != hidden_bytes:
+        return (
+            f"a first draft of {len(draft.tokens)} tokens with {len(draft.hidden)} bytes of hidden state came: wanted "
+            f"{drafted} tokens with {hidden_bytes} bytes"
+        )
+    if not all(map(math.isfinite, draft.probabilities)) or max(draft.tokens) >= vocabulary:
+        return (
+            f"a first draft of tokens {draft.tokens} with probabilities {draft.probabilities}: wanted tokens below "
+            f"{vocabulary} and finite numbers"
+        )
+    return ""
+
+
+def _write_draft(buffers: Any, row: int, draft: FirstDraft) -> None:
+    hidden, count = buffers.output_hidden_states, len(draft.tokens)
+    octets = torch.frombuffer(bytearray(draft.hidden), dtype=torch.uint8)
+    hidden[row] = octets.view(hidden.dtype)
+    buffers.output_topk_index[row, :count] = torch.tensor(draft.tokens, dtype=torch.int64)
+    buffers.output_topk_p[row, :count] = torch.tensor(draft.probabilities, dtype=torch.float32)
 
 
 def write_row(buffers: Any, row: int, final_token: FinalToken, room: int) -> None:
@@ -62,4 +111,6 @@ def write_row(buffers: Any, row: int, final_token: FinalToken, room: int) -> Non
         tokens, logprobs = zip(*final_token.top_logprobs[:count], strict=True)
         buffers.output_top_logprobs_idx[row, :count] = torch.tensor(tokens, dtype=torch.int32)
         buffers.output_top_logprobs_val[row, :count] = torch.tensor(logprobs, dtype=torch.float32)
+    if final_token.draft is not msgspec.UNSET:
+        _write_draft(buffers, row, final_token.draft)
     buffers.bootstrap_room[row, 0] = room

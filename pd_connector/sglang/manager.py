@@ -12,6 +12,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVManager, KVArgs
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
+from pd_connector.agent.advertised_model import DraftFiles
 from pd_connector.agent.agent import Agent
 from pd_connector.agent.idle_backoff import IdleBackoff
 from pd_connector.config import CONFIG_VARIABLE
@@ -26,6 +27,7 @@ from pd_connector.protocol.wire.prefill_server import PrefillServer
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
 from pd_connector.sglang.cache import describe_cache, own_shard
+from pd_connector.sglang.drafts import draft_model, drafts_of
 from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
 from pd_connector.sglang.model import (
@@ -100,14 +102,17 @@ class Manager(BaseKVManager):
         check_supported(self.kv_args, self._server_args, parallel)
         self._scheduler = scheduler
         self._ranks = parallel.attn_tp_size * parallel.pp_size
+        self._drafts = drafts_of(queue)
+        model = scheduler.tp_worker.model_runner.model
         self._backoff = IdleBackoff(alone=parallel.world_group.world_size == 1)
         cache = describe_cache(
             pool,
-            kv_heads(scheduler),
+            kv_heads(model),
             own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size),
             sliding_window=scheduler.sliding_window_size or 0,
-            scales=kv_scales(scheduler),
-            parts=state_parts(scheduler.tp_worker.model_runner.model),
+            scales=kv_scales(model),
+            parts=state_parts(model),
+            draft=self._drafts.cache if self._drafts else None,
         )
         check_described(self.kv_args, cache.geometry)
         self._start_agent(cache, parallel)
@@ -153,11 +158,13 @@ class Manager(BaseKVManager):
             offers_early=self._config.overlap != "off",
             leads=parallel.attn_tp_rank == 0 and geometry.shard.first_layer == 0,
             vocabulary=vocabulary,
+            drafted=self._drafts.tokens if self._drafts else 0,
         )
 
     def _attach_prefill(self) -> None:
         if self.rank.offers_early:
-            layers = self._config.overlap in ("auto", "layer")
+            # The draft model's layers are computed after the model's own, which alone are seen one by one.
+            layers = self._config.overlap in ("auto", "layer") and self._drafts is None
             self._streaming = Streaming(self.rank, self._scheduler, layers=layers)
         self.register_to_bootstrap()
 
@@ -174,11 +181,13 @@ class Manager(BaseKVManager):
         ranks = EngineRanks(parallel, shard)
         engine_id = ranks.engine_id
         watch: SGLangWeights | None = getattr(self._scheduler, _WEIGHTS, None)
+        draft = draft_model(self._drafts, self._config)
         if watch is None:
             loaded, files = loaded_weights(self._scheduler), loaded_files(self._scheduler)
-            facts = model_facts(self._scheduler, self._config, shard, loaded, files)
+            facts = model_facts(self._scheduler, self._config, shard, loaded, files, draft)
         else:
             facts = watch.facts
+        words = (FIRST_TOKEN, *([self._drafts.form] if self._drafts else ()))
         self.agent = Agent(
             self._config,
             engine_id,
@@ -187,11 +196,14 @@ class Manager(BaseKVManager):
             produces=self._produces,
             consumes=not self._produces,
             shards=ranks.shards,
-            tells=(FIRST_TOKEN,) if self._produces else (),
-            needs=() if self._produces else (FIRST_TOKEN,),
+            tells=words if self._produces else (),
+            needs=() if self._produces else words,
         )
         if watch is None:
-            watch = SGLangWeights(self._scheduler, facts, loaded, files, self.agent.submit)
+            read = draft if isinstance(draft, DraftFiles) else None
+            watch = SGLangWeights(
+                self._scheduler, facts, loaded, files, self.agent.submit, draft=read
+            )
             setattr(self._scheduler, _WEIGHTS, watch)
         else:
             watch.tell_to(self.agent.submit)

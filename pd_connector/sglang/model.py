@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pd_connector.agent.advertised_model import DraftFiles
 from pd_connector.agent.weight_loads import WeightLoads
 from pd_connector.config import Config
 from pd_connector.kv.checkpoint import ConfigFiles, read_config
@@ -53,7 +54,12 @@ no `config.json`."""
 
 
 def model_facts(
-    scheduler: Any, config: Config, shard: Shard, loaded: Loaded, files: CheckpointFiles | None
+    scheduler: Any,
+    config: Config,
+    shard: Shard,
+    loaded: Loaded,
+    files: CheckpointFiles | None,
+    draft: DraftFiles | bytes = b"",
 ) -> ModelFacts:
     """Everything about this rank's model that peers compare, as far as it is known before files were read.
 
@@ -62,9 +68,10 @@ def model_facts(
         shard: the part of the model that this rank holds.
         loaded: samples of its parameters in memory (`loaded_weights`).
         files: the files that the model was loaded from (`loaded_files`).
+        draft: the draft model (`drafts.draft_model`).
     """
     model = scheduler.model_config
-    folder = _folder(model.model_path, model.revision)
+    folder = checkpoint_folder(model.model_path, model.revision)
     if files is None:
         logger.warning(
             "weights of %s are not files on this disk: parameters in memory are compared between SGLang's "
@@ -88,21 +95,22 @@ def model_facts(
         layers=_layer_facts(scheduler.tp_worker.model_runner.model, shard),
         source=printable(str(model.model_path)[-_MOST_TEXT:]),
         fields=compared.fields,
-        reading=files is not None,
+        reading=files is not None or isinstance(draft, DraftFiles),
+        draft=draft if isinstance(draft, bytes) else b"",
     )
 
 
-def kv_scales(scheduler: Any) -> dict[int, tuple[float, float]]:
+def kv_scales(model: torch.nn.Module) -> dict[int, tuple[float, float]]:
     """Factors for K and V of an FP8 pool, by layer; 1 if the model has none."""
     return {
         number: (float(attention.k_scale_float or 1.0), float(attention.v_scale_float or 1.0))
-        for number, attention, _ in _layers(scheduler.tp_worker.model_runner.model)
+        for number, attention, _ in _layers(model)
     }
 
 
-def kv_heads(scheduler: Any) -> dict[int, frozenset[int]]:
+def kv_heads(model: torch.nn.Module) -> dict[int, frozenset[int]]:
     """What the modules of each layer say of its KV heads in the whole model, by the layer's number."""
-    modules = dict(scheduler.tp_worker.model_runner.model.named_modules())
+    modules = dict(model.named_modules())
     heads: dict[int, frozenset[int]] = {}
     for name, module in modules.items():
         if type(module).__name__ == "RadixAttention":
@@ -121,7 +129,7 @@ def _named_around(modules: Mapping[str, torch.nn.Module], name: str) -> frozense
     return frozenset()
 
 
-def _folder(model_path: str, revision: str | None) -> Path | None:
+def checkpoint_folder(model_path: str, revision: str | None) -> Path | None:
     """Where the checkpoint lies on this disk: a folder, or one file (GGUF)."""
     if Path(model_path).exists():
         return Path(model_path)
@@ -160,7 +168,7 @@ def config_made(
     with ExitStack() as held:
         files = None
         try:
-            if place not in CONFIGS and (folder := _folder(*place)) is not None:
+            if place not in CONFIGS and (folder := checkpoint_folder(*place)) is not None:
                 files = held.enter_context(ConfigFiles(folder))
         except Exception as error:  # must not stop SGLang
             logger.warning("the config of %s cannot be looked at: %r", model_path, error)
@@ -235,13 +243,18 @@ def _from_files(server_args: Any, *load_formats: str) -> bool:
 
 def loaded_files(scheduler: Any) -> CheckpointFiles | None:
     """The files from which the model was loaded last; None if they are unknown."""
-    load_format = str(scheduler.server_args.load_format)
-    used = scheduler.tp_worker.model_runner.load_config.load_format  # a weight cache has its own
-    if not _from_files(scheduler.server_args, load_format, str(getattr(used, "value", used))):
+    return checkpoint_files(scheduler.tp_worker.model_runner)
+
+
+def checkpoint_files(runner: Any) -> CheckpointFiles | None:
+    """The same of one of SGLang's model runners. The model has one, and a draft model has one."""
+    load_format = str(getattr(runner, "draft_load_format", None) or runner.server_args.load_format)
+    used = runner.load_config.load_format  # a weight cache has its own
+    if not _from_files(runner.server_args, load_format, str(getattr(used, "value", used))):
         return None
-    model = scheduler.model_config
+    model = runner.model_config
     files = LOADS.files.get((model.model_path, model.revision))
-    folder = _folder(model.model_path, model.revision)
+    folder = checkpoint_folder(model.model_path, model.revision)
     try:
         if files is None and folder is not None:
             files = CheckpointFiles.open(folder, load_format)

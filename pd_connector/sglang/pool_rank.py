@@ -165,8 +165,14 @@ class PoolRank:
         opened = open_pool(config.pool)
         assert opened is not None
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
+        model = scheduler.tp_worker.model_runner.model
         copying, saving = (
-            describe_cache(pool, kv_heads(scheduler), shard, scales=kv_scales(scheduler))
+            describe_cache(
+                pool,
+                kv_heads(model),
+                shard,
+                scales=kv_scales(model),
+            )
             for _ in range(2)
         )
         ranks = EngineRanks(parallel, shard)

@@ -132,6 +132,7 @@ class Rank:
         offers_early: whether KV of a prompt is sent before all of it is computed (config key `overlap`).
         leads: whether this is the first of the ranks that have parts of the same requests.
         vocabulary: size of the model's vocabulary, the first number that is not a token.
+        drafted: tokens of a first draft, if the engine drafts (speculative decoding); 0: it does not.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Rank:
         offers_early: bool,
         leads: bool,
         vocabulary: int,
+        drafted: int = 0,
     ) -> None:
         self.agent = agent
         self.admission = admission
@@ -156,6 +158,7 @@ class Rank:
         self.offers_early = offers_early
         self.leads = leads
         self.vocabulary = vocabulary
+        self.drafted = drafted
         self._adapters = adapters
 
     def identity(self, req: Any, tokens: Sequence[int]) -> bytes:

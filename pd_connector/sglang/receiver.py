@@ -19,7 +19,7 @@ from pd_connector.protocol.consuming.incoming import Finished, Held, Load
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.protocol.wire.prefill_server import parse_server
 from pd_connector.sglang.failure import TransferError, contained
-from pd_connector.sglang.final_token import write_row
+from pd_connector.sglang.final_token import draft_problem, write_row
 from pd_connector.sglang.recompute import SecondPrefill
 from pd_connector.sglang.requests import room_after_retraction, transfer_of
 
@@ -223,7 +223,14 @@ class Receiver(BaseKVReceiver):
             detail = f"first token {token}: the model's vocabulary has {self._rank.vocabulary}"
             self._ended(Cause.WORDS, detail)
             return
-        write_row(self._rank.buffers, self._row, finished.final_token, self.bootstrap_room)
+        buffers, drafted = self._rank.buffers, self._rank.drafted
+        if drafted:
+            vocabulary = self._rank.vocabulary
+            problem = draft_problem(buffers, finished.final_token, drafted, vocabulary)
+            if problem:
+                self._ended(Cause.WORDS, problem)
+                return
+        write_row(buffers, self._row, finished.final_token, self.bootstrap_room)
         self._state = KVPoll.Success
         self._rank.count_handoff("handed_over")
 

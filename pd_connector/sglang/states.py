@@ -103,6 +103,9 @@ def describe_states(
         for part, run in zip(parts, convolution.split(sizes, 2), strict=True)
     ]
     matrices = pool.mamba_cache.temporal
+    if _keys_first(pool, parts):
+        value_dim, key_dim = matrices.shape[3:]
+        matrices = matrices.flatten(3).unflatten(3, (key_dim, value_dim)).transpose(3, 4)
     if matrices.numel():  # a short convolution has none
         tensors.append(("ssm", matrices.shape[2] * shard.tp_size, matrices))
     sections = tuple(
@@ -114,6 +117,14 @@ def describe_states(
         for place, number in enumerate(pool.mamba_layer_ids)
     }
     return views, state_group(tuple(views), sections, table)
+
+
+def _keys_first(pool: Any, parts: Parts) -> bool:
+    """Whether a delta net keeps its matrices as `[key dim][value dim]`, as SGLang's kernels for a CPU do. Those for a GPU keep
+    `[value dim][key dim]`, and KDA has no others. The pool's shape is the same, so nothing else tells."""
+    from sglang.srt.utils import is_cpu
+
+    return is_cpu() and parts[0].name == "conv.q" and pool.conv_slice_axis != 1
 
 
 def _units(run: torch.Tensor, part: Part) -> torch.Tensor:

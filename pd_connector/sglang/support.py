@@ -54,8 +54,9 @@ def check_supported(kv_args: Any, server_args: Any, parallel: Any) -> None:
     if recurrent and getattr(server_args, "enable_pd_role_switch", False):
         mend = "start one engine for each side"
         raise ConfigError(_refusal("--enable-pd-role-switch with recurrent states", mend))
-    if kv_args.num_draft_entries:
-        raise ConfigError(_refusal("KV of a draft model", "leave --speculative-algorithm out"))
+    algorithm = getattr(server_args, "speculative_algorithm", None)
+    if algorithm or kv_args.num_draft_entries:
+        _check_drafts(algorithm, kv_args, server_args, parallel)
 
 
 def check_described(kv_args: Any, geometry: Geometry) -> None:
@@ -70,6 +71,22 @@ def check_described(kv_args: Any, geometry: Geometry) -> None:
             "recurrent states beside a KV pool of full or windowed attention: PDConnector moves those of "
             "HybridLinearKVPool; serve this model without --disaggregation-transfer-backend pd_connector"
         )
+
+
+def _check_drafts(algorithm: str | None, kv_args: Any, server_args: Any, parallel: Any) -> None:
+    """Drafts pass with one draft model that has KV, of an engine without pipeline. Raises ConfigError."""
+    named = f"--speculative-algorithm {algorithm}"
+    if algorithm not in _DRAFTS:
+        raise ConfigError(_refusal(named, f"use {', '.join(_DRAFTS)}, or leave it out"))
+    beside = {
+        "a draft model without a KV pool of its own": not kv_args.num_draft_entries,
+        "states beside the KV pool": bool(kv_args.state_types),
+        f"pp_size {parallel.pp_size}": parallel.pp_size != 1,
+        "--enable-pd-role-switch": getattr(server_args, "enable_pd_role_switch", False),
+    }
+    for what, used in beside.items():
+        if used:
+            raise ConfigError(_refusal(f"{named} with {what}", "leave one of both out"))
 
 
 def _check_switch(server_args: Any, parallel: Any) -> None:
@@ -94,12 +111,14 @@ def _check_switch(server_args: Any, parallel: Any) -> None:
 _STATES = frozenset({"swa", "mamba", "dsa"})
 """What SGLang keeps beside its KV pool, and is moved: layers with a sliding window, recurrent states, index keys."""
 
+_DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Kinds of speculative decoding whose drafts pass."""
+
 _BY_ROOM = "follow_bootstrap_room"
 """The setting by which a decode engine knows which replica of a prefill engine has a request."""
 
 _WANTED = {
     "tokenizer_worker_num": 1,
-    "speculative_algorithm": None,
     "enable_hisparse": False,
     "enable_unified_memory": False,
     "enable_pdmux": False,

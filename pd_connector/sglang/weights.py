@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pd_connector.agent.advertised_model import DraftFiles
 from pd_connector.agent.commands import Command
 from pd_connector.agent.weights_watch import WeightsWatch
 from pd_connector.kv.checkpoint_files import CheckpointFiles
@@ -28,6 +29,7 @@ class SGLangWeights(WeightsWatch):
         scheduler: SGLang's, whose model is loaded.
         waits: the engine waits until its weights are known. SGLang's decode engine computes no prompt, so that requests
             would fail meanwhile. Other engines compute.
+        draft: its draft model, if that is loaded from files.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class SGLangWeights(WeightsWatch):
         submit: Callable[[Command], None],
         *,
         waits: bool = True,
+        draft: DraftFiles | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._waits = waits
         self._stale = False  # the cache holds KV of other weights
-        super().__init__(facts, loaded, None if files is None else (files,), None, submit, LOADS)
+        super().__init__(facts, loaded, None if files is None else (files,), draft, submit, LOADS)
         self._wait()
 
     def _wait(self) -> None:

@@ -203,14 +203,14 @@ MODELS = (
             Standing.SAME,
             "pages of vLLM's own formats pass as they are, between engines that are alike. Without a pool",
         ),
-        Support(Standing.REFUSED, "KV pool of a kind of its own", _ALONE),
+        Support(Standing.REFUSED, "KV pool of a kind of its own, with rings (swa_ring)", _ALONE),
     ),
     Model(
         "DeepSeek V4.1",
         ("DeepseekV41ForCausalLM",),
         "one latent for several tokens, rings of a compressor",
         Support(Standing.SAME, _STATES),
-        Support(Standing.REFUSED, "KV pool of a kind of its own", _ALONE),
+        Support(Standing.REFUSED, "KV pool of a kind of its own, with rings (swa_ring)", _ALONE),
     ),
     Model(
         "GLM-5-Next, Qwen3.8-Flash-Next",
@@ -222,7 +222,11 @@ MODELS = (
         ),
         "states, attention and rings",
         Support(Standing.SAME, f"{_STATES}. Not with vLLM 0.31"),
-        Support(Standing.REFUSED, "KV pool of a kind of its own", _ALONE),
+        Support(
+            Standing.REFUSED,
+            "index keys of several tokens, with a ring (dsa_tail), or a KV pool of a kind of its own",
+            _ALONE,
+        ),
     ),
     Model(
         "Inkling",

@@ -87,7 +87,10 @@ def describe_states(
     tensors = kind.cut(name, shapes, module, ranks)
     sections: list[Section] = []
     views: list[torch.Tensor] = []
-    for parts, state in zip(tensors, _tensors(tensor, shapes, spec.dtypes), strict=True):
+    held = _tensors(tensor, shapes, spec.dtypes)
+    if name_of_kind == "GDN_ATTN" and _keys_first(module):
+        held[1] = held[1].view(*held[1].shape[:2], *reversed(shapes[1][1:])).transpose(2, 3)
+    for parts, state in zip(tensors, held, strict=True):
         dtype = _DTYPE_NAMES.get(state.dtype)
         if dtype is None:
             raise UnsupportedGeometryError(
@@ -169,6 +172,13 @@ def _dims_first() -> bool:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     return bool(is_conv_state_dim_first())
+
+
+def _keys_first(module: Any) -> bool:
+    """Whether a delta net keeps its matrices as `[key dim][value dim]`. vLLM's CPU kernel does, in memory that the spec calls
+    `[value dim][key dim]`, as kernels on GPUs and SGLang's are. Where both have one size, nothing else tells."""
+    method = getattr(module, "_forward_method", None)
+    return getattr(method, "__name__", "") == "forward_cpu"
 
 
 def _channels(shape: tuple[int, ...]) -> int:

@@ -564,6 +564,45 @@ def test_a_silent_store_takes_no_thread_away_from_later_loads(
     released.set()
 
 
+class Afar:
+    """A store whose chunks of some keys come from afar, and have not come yet."""
+
+    def __init__(self, store: LocalStore, keys: set[bytes]) -> None:
+        self._store, self.keys, self.comes = store, keys, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def brings_at_once(self, key: bytes) -> bool:
+        return key not in self.keys
+
+    def bring(self, key: bytes) -> Any:
+        if key in self.keys:
+            self.comes.wait(120)
+        return self._store.bring(key)
+
+
+def test_chunks_of_this_host_do_not_wait_behind_chunks_from_afar(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_loads, "_STALL_S", 100.0)
+    elsewhere = [chunk._replace(key=b"far" + chunk.key[3:]) for chunk in chunks()]
+    afar = Afar(store, {chunk.key for chunk in elsewhere})
+    writer, reader = rank(PAGE, "a"), rank(OTHER_PAGE, "other", store=afar)
+    save(writer, store)
+    pages = list(range(len(TOKENS) // OTHER_PAGE))
+    far = Fill("far", ROOT or b"", tuple(elsewhere), 0, len(TOKENS), (pages,))
+    others = [page + len(pages) for page in pages]
+    try:
+        reader.agent.submit(far)
+        assert fill(reader, "here", pages=(others,)).cause is None
+    finally:
+        afar.comes.set()
+    ended = reader.end_of("far")
+    assert isinstance(ended, Finished)
+    assert ended.miss is Miss.EVICTED
+
+
 def handed_over(producer: Rank, consumer: Rank, name: str) -> Finished:
     """Hand over one page of the producer's; again where a session was lost, or a lease has ended."""
     for attempt in range(20):

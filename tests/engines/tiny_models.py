@@ -180,10 +180,19 @@ def _delta_net() -> Any:
 
 
 def _delta_net_of_experts() -> Any:
-    """The same with experts in all layers: SGLang knows no others."""
+    """The same with experts in all layers: SGLang knows no others. Each token takes all of them, because a rounded one
+    could take another."""
     config = _delta_net()
     config.mlp_only_layers = []
+    config.num_experts_per_tok = config.num_experts
     config.full_attention_interval = 2  # SGLang reads this, and no list of layers
+    return config
+
+
+def _delta_net_in_stages() -> Any:
+    """The same with experts in each half of the layers: vLLM wants some in each pipeline stage."""
+    config = _delta_net()
+    config.mlp_only_layers = [0, 2]
     return config
 
 
@@ -216,6 +225,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "short conv": _short_conv,
     "delta net": _delta_net,
     "delta net of experts": _delta_net_of_experts,
+    "delta net in stages": _delta_net_in_stages,
     "mamba2": _mamba2,
 }
 

@@ -15,7 +15,15 @@ from pd_connector.protocol.consuming.incoming import Finished, IncomingChunk, Lo
 from pd_connector.protocol.producing.outgoing import Free, Offer, Reply
 from pd_connector.protocol.producing.producer import Producer
 from pd_connector.protocol.wire import messages
-from pd_connector.protocol.wire.final_token import FIRST_TOKEN, MAX_ALTERNATIVES, FinalToken, unsent
+from pd_connector.protocol.wire.final_token import (
+    FIRST_TOKEN,
+    MAX_ALTERNATIVES,
+    FinalToken,
+    FirstDraft,
+    draft_form,
+    needs_drafts,
+    unsent,
+)
 from pd_connector.protocol.wire.peers import Peer, Source
 
 SOURCE = Source("p", 1, "")
@@ -190,3 +198,16 @@ def test_words_that_are_huge_or_of_another_schema_are_no_message(
         messages.decode_producer_message(msgspec.msgpack.encode(said))
     with pytest.raises(MalformedMessageError):
         messages.decode_producer_message(good[:-3])
+
+
+def test_a_final_token_without_a_draft_has_no_field_that_older_versions_refuse() -> None:
+    assert b"draft" not in msgspec.msgpack.encode(WORDS)
+    drafted = msgspec.structs.replace(WORDS, draft=FirstDraft(b"hidden", [3], [0.5]))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(drafted), type=FinalToken) == drafted
+
+
+def test_a_consumer_names_the_form_of_draft_that_it_needs() -> None:
+    here, there = draft_form(1, 4096, "bfloat16"), draft_form(4, 4096, "bfloat16")
+    assert unsent([FIRST_TOKEN, here], [FIRST_TOKEN, there]) == here
+    assert needs_drafts([FIRST_TOKEN, here])
+    assert not needs_drafts([FIRST_TOKEN])

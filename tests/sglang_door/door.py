@@ -24,11 +24,11 @@ from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.model import ModelFacts
-from pd_connector.protocol.wire.final_token import FIRST_TOKEN
+from pd_connector.protocol.wire.final_token import FIRST_TOKEN, draft_form
 from pd_connector.protocol.wire.peers import Peer, Source
 from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.admission import Admission
-from pd_connector.sglang.cache import describe_cache, own_shard
+from pd_connector.sglang.cache import DraftPool, describe_cache, own_shard
 from pd_connector.sglang.manager import Manager
 from pd_connector.sglang.prefill_engines import LookupResult
 from pd_connector.sglang.rank import PoolPages, Rank
@@ -50,6 +50,8 @@ class Engine(Manager):
         page_size: int = 16,
         pool: Any = None,
         rank: tuple[int, int] = (0, 1),
+        draft: Any = None,
+        drafted: int = 0,
     ) -> None:
         self._config = CONFIG
         pool, parts = pool if isinstance(pool, tuple) else (pool, ())
@@ -57,17 +59,26 @@ class Engine(Manager):
         states = getattr(self.pool, "mamba_pool", None)
         self.shard = own_shard(self.pool, *rank)
         cache = describe_cache(
-            self.pool, NAMED, self.shard, sliding_window=SLIDING_WINDOW, parts=parts
+            self.pool,
+            NAMED,
+            self.shard,
+            sliding_window=SLIDING_WINDOW,
+            parts=parts,
+            draft=None if draft is None else DraftPool(draft, NAMED),
         )
+        self.draft = draft
+        buffers = MetadataBuffers(4, 16, torch.float32, 0)
+        form = draft_form(drafted, 16, "float32")
+        words = (FIRST_TOKEN, *([form] if drafted else ()))
         self.agent = Agent(
             CONFIG,
             "p" if produces else "d",
-            ModelFacts(b"config", b"weights"),
+            ModelFacts(b"config", b"weights", draft=b"draft" if draft is not None else b""),
             cache,
             produces=produces,
             consumes=not produces,
-            tells=(FIRST_TOKEN,) if produces else (),
-            needs=() if produces else (FIRST_TOKEN,),
+            tells=words if produces else (),
+            needs=() if produces else words,
             shards=[own_shard(self.pool, place, rank[1]) for place in range(rank[1])],
         )
         scheduler = SimpleNamespace(
@@ -79,7 +90,7 @@ class Engine(Manager):
         self.rank = Rank(
             self.agent,
             Admission(produces=produces, vocabulary=259, most_logprobs=128, in_step=True),
-            MetadataBuffers(4, 16, torch.float32, 0),
+            buffers,
             PoolPages(
                 scheduler,
                 page_size,
@@ -92,6 +103,7 @@ class Engine(Manager):
             offers_early=True,
             leads=True,
             vocabulary=sys.maxsize,
+            drafted=drafted,
         )
         self.found = LookupResult(())
         self.forgotten: list[str] = []
@@ -135,10 +147,19 @@ def make_request(tokens: range = range(TOKENS)) -> Any:
 
 class Pair:
     def __init__(
-        self, page_sizes: tuple[int, int] = (16, 16), pools: tuple[Any, Any] = (None, None)
+        self,
+        page_sizes: tuple[int, int] = (16, 16),
+        pools: tuple[Any, Any] = (None, None),
+        drafts: tuple[Any, Any] = (None, None),
+        drafted: tuple[int, int] = (0, 0),
     ) -> None:
-        self.p = Engine(produces=True, page_size=page_sizes[0], pool=pools[0])
-        self.d = Engine(produces=False, page_size=page_sizes[1], pool=pools[1])
+        engines = [
+            Engine(produces=produces, page_size=size, pool=pool, draft=draft, drafted=tokens)
+            for produces, size, pool, draft, tokens in zip(
+                (True, False), page_sizes, pools, drafts, drafted, strict=True
+            )
+        ]
+        self.p, self.d = engines
         peer = Peer(Source("127.0.0.1", self.p.agent.port, "p"), own_shard(self.p.pool, 0, 1))
         self.d.found = LookupResult(((peer,),))
 

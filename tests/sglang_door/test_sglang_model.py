@@ -85,10 +85,15 @@ def scheduler(folder: Path = MODEL_DIR, **changes: Any) -> Any:
         "load_format": "auto",
         "startup_weight_load_mode": "serial",
     }
-    runner = SimpleNamespace(model=model, load_config=SimpleNamespace(load_format=LoadFormat.AUTO))
-    return SimpleNamespace(
+    runner = SimpleNamespace(
+        model=model,
+        load_config=SimpleNamespace(load_format=LoadFormat.AUTO),
         model_config=SimpleNamespace(**known | changes),
         server_args=SimpleNamespace(**args),
+    )
+    return SimpleNamespace(
+        model_config=runner.model_config,
+        server_args=runner.server_args,
         tp_worker=SimpleNamespace(model_runner=runner),
     )
 
@@ -316,7 +321,12 @@ def test_each_layer_says_how_many_heads_it_has_in_the_whole_model() -> None:
     for number, heads in ((0, 4), (1, 8)):
         blocks[number].qkv_proj = torch.nn.Identity()
         blocks[number].qkv_proj.total_num_kv_heads = heads
-    assert kv_heads(made) == {0: {4}, 1: {8}, 2: frozenset(), 3: frozenset()}
+    assert kv_heads(made.tp_worker.model_runner.model) == {
+        0: {4},
+        1: {8},
+        2: frozenset(),
+        3: frozenset(),
+    }
 
 
 @pytest.mark.parametrize(

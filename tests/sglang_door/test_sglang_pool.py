@@ -39,13 +39,14 @@ from support.waits import until
 
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.config import CONFIG_VARIABLE, Config
-from pd_connector.errors import Cause, ConfigError, PDConnectorError
+from pd_connector.errors import Cause, ConfigError, Miss, PDConnectorError, PoolError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool import load_breakeven
 from pd_connector.pool.advertised import ENGINE_VARIABLE
+from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.settings import PoolSettings
-from pd_connector.pool.store.base import MEMORY
+from pd_connector.pool.store.base import FAR, MEMORY, Found
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
 from pd_connector.sglang import hooks, plugin, pool_chunks, pool_hooks, pool_prompts
@@ -840,3 +841,40 @@ def test_an_audit_is_the_pools_alone() -> None:
     for wrong in ('{"audit": "first"}', '{"pool": true, "audit": 0.1}'):
         with pytest.raises(ConfigError, match="audit"):
             load_config(wrong)
+
+
+def test_chunks_of_this_host_do_not_wait_behind_chunks_from_afar() -> None:
+    comes = threading.Event()
+
+    class Slow:
+        """A loader whose chunks of other hosts do not come."""
+
+        def bring(self, chunk: PromptChunk) -> None:
+            comes.wait(120)
+            raise PoolError(Miss.LATE, "it has not come")
+
+        def read(self, chunk: PromptChunk, *more: Any) -> Any:
+            if chunk.key.startswith(b"far"):
+                self.bring(chunk)
+            raise PoolError(Miss.EVICTED, "read")
+
+    held = pool_chunks.HeldChunks(Slow(), None, lambda: None)  # type: ignore[arg-type]
+    try:
+
+        def hold(key: bytes, tier: str) -> pool_chunks.HeldChunk:
+            chunk = PromptChunk(0, key, b"", b"", b"", "", b"")
+            found = held.hold(chunk, Found(tier, (), 10), FACTS)
+            assert found
+            return found
+
+        far = [hold(b"far %d" % number, FAR) for number in range(4)]
+        here = hold(b"here", MEMORY)
+        until(lambda: here.done, "the chunk of this host")
+        assert here.problem == (Miss.EVICTED, "read")
+        assert not any(each.done for each in far)
+        comes.set()
+        until(lambda: all(each.done for each in far), "the others")
+        assert {each.problem for each in far} == {(Miss.LATE, "it has not come")}
+    finally:
+        comes.set()
+        held.close()

@@ -209,6 +209,24 @@ def test_a_state_passes_between_any_numbers_of_ranks(kind: str, ranks_p: int, ra
             assert torch.equal(tensor[:, others], earlier[:, others]), "another request's state"
 
 
+def test_matrices_of_kernels_for_a_cpu_are_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep `[key dim][value dim]`, where those for a GPU, and vLLM's, have `[value dim][key dim]`."""
+    (here, parts), (there, _) = pool_of("delta net"), pool_of("delta net")
+    there_cache = describe_cache(there, NAMED, own_shard(there, 0, 1), parts=parts)
+    monkeypatch.setattr("sglang.srt.utils.is_cpu", lambda: True)
+    here_cache = describe_cache(here, NAMED, own_shard(here, 0, 1), parts=parts)
+    found = routes(here_cache.geometry, there_cache.geometry, ("raw",), ("raw",))
+    for chunk in plan(found, 0, 16, 1 << 20, state_token=16):
+        route = found[chunk.route]
+        if route.section is not None:
+            slot = memoryview(bytearray(chunk.nbytes(route)))
+            there_cache.scatter(route, chunk, [5], here_cache.gather(route, chunk, [3], slot))
+    sent, got = runs(here, parts, 3), runs(there, parts, 5)
+    in_memory = sent["ssm"].reshape(len(RECURRENT), VALUES, KEY_DIM, VALUE_DIM)
+    assert torch.equal(in_memory.transpose(2, 3), got["ssm"])
+    assert torch.equal(sent["conv.v"], got["conv.v"])
+
+
 def test_a_request_goes_through_both_engines_with_its_state() -> None:
     """KV of attention in pages of unlike sizes, and the state in a slot of another number."""
     made = pool_of("delta net"), pool_of("delta net", page_size=1)

@@ -40,6 +40,7 @@ SWITCHES = SimpleNamespace(
     disable_radix_cache=False,
 )
 PLAIN = SimpleNamespace(state_types=[], num_draft_entries=0)
+DRAFTS = SimpleNamespace(state_types=[], num_draft_entries=2)
 
 
 def changed(known: Any, **changes: Any) -> Any:
@@ -55,6 +56,7 @@ def test_an_engine_as_it_comes_is_fine() -> None:
     check_supported(PLAIN, ARGS, ALONE)
     check_supported(PLAIN, changed(ARGS, enable_pdmux=None), ALONE)
     check_supported(PLAIN, SWITCHES, ALONE)
+    check_supported(DRAFTS, changed(ARGS, speculative_algorithm="EAGLE"), ALONE)
     check_supported(changed(PLAIN, state_types=[StateType.SWA]), ARGS, ALONE)
     check_supported(changed(PLAIN, state_types=[StateType.MAMBA]), ARGS, ALONE)
     check_supported(changed(PLAIN, state_types=[StateType.DSA]), ARGS, ALONE)
@@ -66,9 +68,33 @@ def test_an_engine_as_it_comes_is_fine() -> None:
         (PLAIN, changed(ARGS, tokenizer_worker_num=2), ALONE, "--tokenizer-worker-num 2"),
         (
             PLAIN,
+            changed(ARGS, speculative_algorithm="NGRAM"),
+            ALONE,
+            "--speculative-algorithm NGRAM",
+        ),
+        (
+            PLAIN,
+            changed(ARGS, speculative_algorithm="NEXTN"),
+            ALONE,
+            "--speculative-algorithm NEXTN with a draft model without a KV pool",
+        ),
+        (
+            changed(DRAFTS, state_types=[StateType.MAMBA]),
             changed(ARGS, speculative_algorithm="EAGLE"),
             ALONE,
-            "--speculative-algorithm EAGLE",
+            "--speculative-algorithm EAGLE with states",
+        ),
+        (
+            DRAFTS,
+            changed(ARGS, speculative_algorithm="EAGLE"),
+            changed(ALONE, pp_size=2),
+            "--speculative-algorithm EAGLE with pp_size 2",
+        ),
+        (
+            DRAFTS,
+            changed(SWITCHES, speculative_algorithm="EAGLE3"),
+            ALONE,
+            "--speculative-algorithm EAGLE3 with --enable-pd-role-switch",
         ),
         (PLAIN, changed(ARGS, enable_hisparse=True), ALONE, "--enable-hisparse True"),
         (
@@ -107,6 +133,7 @@ def test_an_engine_as_it_comes_is_fine() -> None:
         (PLAIN, ARGS, changed(ALONE, dp_size=2), "--load-balance-method round_robin"),
         (PLAIN, ARGS, changed(ALONE, attn_dp_size=2), "--load-balance-method round_robin"),
         (changed(PLAIN, state_types=[StateType.DSA_TAIL]), ARGS, ALONE, "kind dsa_tail"),
+        (changed(PLAIN, state_types=[StateType.SWA_RING]), ARGS, ALONE, "kind swa_ring"),
         (changed(PLAIN, state_types=[StateType.QSA_COMPRESSED]), ARGS, ALONE, "qsa_compressed"),
         (
             changed(PLAIN, state_types=[StateType.SWA, StateType.MAMBA]),
@@ -120,7 +147,6 @@ def test_an_engine_as_it_comes_is_fine() -> None:
             ALONE,
             "--enable-pd-role-switch with recurrent states",
         ),
-        (changed(PLAIN, num_draft_entries=2), ARGS, ALONE, "draft model"),
     ],
 )
 def test_what_is_not_supported_is_named(kv_args: Any, args: Any, parallel: Any, told: str) -> None:

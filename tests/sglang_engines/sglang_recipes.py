@@ -38,9 +38,16 @@ class Recipe:
     def engine(self, name: str, log: Path, port: int | None = None) -> SglangEngine:
         others = ",".join(name for name in _models() if name != self.module)
         env = {"SGLANG_DISABLED_MODEL_ARCHS": others, **dict(self.env)}
-        if self.role == "decode":
-            env["PYTHONPATH"] = sglang_plugin(log.parent / "faulty", "faulty", _FAULTY)
+        plugins = {}
+        if self.role == "decode" or (self.role and self.module != "llama"):
+            plugins["faulty"] = _FAULTY
             env[FAULTS] = str(log.with_suffix(""))
+        if self.module != "llama":
+            plugins["plain"] = _PLAIN
+        for plugin, source in plugins.items():
+            env["PYTHONPATH"] = sglang_plugin(
+                log.parent / plugin, plugin, source, env.get("PYTHONPATH")
+            )
         engine = SglangEngine(
             self.model,
             self.role,  # type: ignore[arg-type]
@@ -84,15 +91,15 @@ def _models() -> tuple[str, ...]:
     return tuple(sorted(module.stem for module in modules))
 
 
-def sglang_plugin(folder: Path, name: str, source: str) -> str:
+def sglang_plugin(folder: Path, name: str, source: str, path: str | None = None) -> str:
     """A plug-in of SGLang's in a folder of its own, whose function is `register`; returns the
-    PYTHONPATH that finds it."""
+    PYTHONPATH that finds it, and what is on `path`."""
     info = folder / f"{name}-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.py").write_text(source)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return os.pathsep.join(filter(None, [str(folder), path or os.environ.get("PYTHONPATH")]))
 
 
 FAULTS = "PD_TEST_FAULTS"
@@ -111,12 +118,23 @@ def register():
     polls = "sglang.srt.disaggregation.utils._poll_with_failure_injection"
     HookRegistry.register(polls, before_polls, HookType.BEFORE)
     HookRegistry.register("pd_connector.sglang.receiver.Receiver.poll", after_poll, HookType.AFTER)
+    HookRegistry.register("pd_connector.sglang.sender.Sender.send", before_send, HookType.BEFORE)
 
 def wanted(fault):
     return Path(os.environ[{FAULTS!r}] + fault).exists()
 
 def before_polls(pollers):
     os.environ["SGLANG_TEST_DISAGG_FAILURE_PROB"] = "0.02" if wanted({RANK_FAILS!r}) else "0"
+
+def before_send(sender, kv_indices, state_indices=None, num_kv_tokens=None):
+    if state_indices and wanted({STATE_ZEROED!r}):
+        pool = sender.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
+        for tensor in held_in(pool.mamba_pool, int(state_indices[0][0])):
+            tensor.zero_()
+
+def held_in(pool, slot):
+    cache = pool.mamba_cache
+    return [tensor[:, slot] for tensor in (*cache.conv, cache.temporal)]
 
 def after_poll(state, receiver):
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -126,8 +144,7 @@ def after_poll(state, receiver):
     pool = receiver.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
     if hasattr(pool, "mamba_pool"):
         damaged.append(receiver)
-        cache, slot = pool.mamba_pool.mamba_cache, receiver._tables[1][0]
-        held = [tensor[:, slot] for tensor in (*cache.conv, cache.temporal)]
+        held = held_in(pool.mamba_pool, receiver._tables[1][0])
         states.append([tensor.clone() for tensor in held])
         for tensor, another in zip(held, states[-2:][0]):
             if wanted({STATE_ZEROED!r}):
@@ -141,6 +158,30 @@ def after_poll(state, receiver):
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer[first : first + pool.page_size].neg_()
 """
-"""A plug-in of decode engines, with faults that can be switched on and off while they run: one poll in
-fifty says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
+"""A plug-in with faults that can be switched on and off while an engine runs. A prefill engine's states are zeroed before
+they are sent. One poll in fifty of a decode engine says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
 is damaged once its KV has been verified, or its recurrent states are zeroed, or replaced by those of the request before."""
+
+_PLAIN = """
+def register():
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.srt.layers.moe import topk
+    from sglang.srt.models import qwen2_moe
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = gated
+    fused_norm_gate.FusedRMSNormGated.forward = norm
+    native = topk.fused_topk_torch_native
+    topk.fused_topk = lambda hidden_states, gating_output, topk, renormalize, **others: native(
+        hidden_states, gating_output, topk, renormalize
+    )
+
+def gated(hidden_states, weight, shared, out):
+    out += (hidden_states @ weight).sigmoid()[:, None] * shared
+
+def norm(self, x, g, **others):
+    import torch
+
+    plain = torch.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps)
+    return (plain * torch.nn.functional.silu(g.float())).to(x.dtype)
+"""
+"""A plug-in with what delta nets and experts of Qwen3-Next compute in Triton and CUDA alone, in torch."""

@@ -140,6 +140,24 @@ def test_each_rank_shows_its_units_of_the_whole_state(kind: str, ranks: int, lay
         assert all(torch.equal(tensor[PAGE - 1], tensor[PAGE]) for tensor in tensors)
 
 
+def test_matrices_of_vllms_cpu_kernel_are_shown_as_those_of_others(layout: str) -> None:
+    """It keeps `[key dim][value dim]`, where the spec and all other engines have `[value dim][key dim]`."""
+
+    def forward_cpu() -> None:
+        pass
+
+    spec = spec_of("GDN_ATTN")
+    heads, value_dim, key_dim = spec.shapes[1]
+    cache, (_, matrices) = pages_of(spec)
+    counted = torch.arange(float(heads * value_dim * key_dim)) % 251
+    matrices[PAGE] = counted.view(matrices.shape[1:])
+    module = SimpleNamespace(_forward_method=forward_cpu)
+    sections, states = describe_states("layers.0.mixer", spec, cache, module, 1)
+    assert (sections[-1].units, sections[-1].rows, sections[-1].dim) == (heads, value_dim, key_dim)
+    in_memory = counted.view(heads, key_dim, value_dim)
+    assert torch.equal(states.sections[-1][PAGE].float(), in_memory.transpose(1, 2))
+
+
 def test_what_every_rank_holds_whole_is_one_unit(layout: str) -> None:
     spec = spec_of("SHORT_CONV", tp_replicated=True)
     cache, (tensor,) = pages_of(spec)

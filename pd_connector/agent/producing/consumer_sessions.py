@@ -6,6 +6,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from pd_connector.agent.handshake import RefusedError, check_hello, connect
 from pd_connector.agent.resources import RankResources
 from pd_connector.errors import Cause
@@ -13,6 +15,7 @@ from pd_connector.kv.coding import RAW, permitted
 from pd_connector.kv.model import ModelFacts
 from pd_connector.plan.route import Route
 from pd_connector.protocol.wire import messages
+from pd_connector.protocol.wire.final_token import needs_drafts
 from pd_connector.remedies import unread_in
 from pd_connector.transport.base import Transport
 
@@ -41,6 +44,7 @@ class ConsumerSession:
     plain: tuple[Route, ...]  # the same in `raw`, for transfers that are not coded
     last_heard: float
     patience_s: float  # the session is lost after this time without a message
+    drafts: bool  # it goes on from first drafts
     broken_at: float = math.inf  # when its connection was seen to have ended
 
 
@@ -110,7 +114,7 @@ class ConsumerSessions:
             self._config.session_timeout_s
         )  # until its first heartbeat (`expect_heartbeat`)
         self._sessions[sender] = ConsumerSession(
-            hello.engine_id, path, routes, plain, now, patience_s
+            hello.engine_id, path, routes, plain, now, patience_s, needs_drafts(hello.needs)
         )
         if not self._compiled(sender):
             self._compiling.add(sender)
@@ -129,6 +133,16 @@ class ConsumerSessions:
             plain=True,
             lease_ms=int(1000 * self._config.lease_s),
         )
+
+    def fitting(self, sender: bytes, message: messages.Message) -> messages.Message:
+        """A message as this consumer can decode it: with a first draft only if it needs drafts."""
+        session = self._sessions.get(sender)
+        if not isinstance(message, messages.Accept) or message.final_token is None:
+            return message
+        if message.final_token.draft is msgspec.UNSET or (session is not None and session.drafts):
+            return message
+        plain = msgspec.structs.replace(message.final_token, draft=msgspec.UNSET)
+        return msgspec.structs.replace(message, final_token=plain)
 
     def change_model(self, facts: ModelFacts) -> None:
         """The engine serves other weights. The caller ends the present sessions."""

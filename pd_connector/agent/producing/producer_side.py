@@ -338,7 +338,7 @@ class ProducerSide:
         for action in actions:
             match action:
                 case Reply(session, message):
-                    self._say(session, message)
+                    self._say(session, self._sessions.fitting(session, message))
                 case Free(request, cause):
                     self._send_pipeline.forget(request)
                     self._telemetry.count("releases", cause=cause or "delivered")

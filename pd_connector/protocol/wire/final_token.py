@@ -2,7 +2,8 @@
 """The token after a prompt, which the prefill engine sends besides the KV.
 
 Some decode engines continue from a token that the prefill engine has chosen. They say so in `Hello` (`needs`). Other decode
-engines compute the last prompt token again, and choose the next token themselves.
+engines compute the last prompt token again, and choose the next token themselves. A decode engine that also drafts goes on
+from the first draft of the prefill engine (`FirstDraft`). It names the form that it needs (`draft_form`).
 """
 
 from collections.abc import Collection
@@ -14,11 +15,31 @@ from pd_connector.errors import Cause
 from pd_connector.protocol.wire.fields import Count, Fingerprint, Name
 
 FIRST_TOKEN = "first_token"
-"""The one value of `Hello.needs` so far: the token that follows the prompt."""
+"""In `Hello.needs`: the token that follows the prompt."""
+
+_DRAFT = "first_draft"
+"""Beginning of a value of `Hello.needs`: the first draft after that token."""
+
+MAX_HIDDEN_BYTES = 1 << 18
+MAX_DRAFTED = 1024
 
 MAX_ALTERNATIVES = 1024
 
 Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class FirstDraft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a draft model has made of the prompt and of the first token. Drafting goes on from there.
+
+    Attributes:
+        hidden: the draft model's hidden state of the prompt's last token, its bytes.
+        tokens: the likeliest tokens after the first one.
+        probabilities: of these tokens.
+    """
+
+    hidden: Annotated[bytes, msgspec.Meta(max_length=MAX_HIDDEN_BYTES)]
+    tokens: Annotated[list[Token], msgspec.Meta(max_length=MAX_DRAFTED)]
+    probabilities: Annotated[list[float], msgspec.Meta(max_length=MAX_DRAFTED)]
 
 
 class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,6 +52,7 @@ class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         logprob: its log probability, if the request asks for it.
         top_logprobs: the likeliest tokens in its place with their log probabilities, the likeliest first.
         counts: counts of the prefill engine for the request, such as cached tokens.
+        draft: the first draft. It is sent to consumers that need it; the others may not know this field.
     """
 
     transfer: Name
@@ -41,12 +63,29 @@ class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         list[tuple[Token, float]], msgspec.Meta(max_length=MAX_ALTERNATIVES)
     ] = []
     counts: Annotated[dict[Name, Count], msgspec.Meta(max_length=32)] = {}
+    draft: FirstDraft | msgspec.UnsetType = msgspec.UNSET
 
     def problem(self, transfer: str, identity: bytes) -> tuple[Cause, str] | None:
         """Why this is not the final token of this transfer, as (cause, detail), or None."""
         if (self.transfer, self.identity) != (transfer, identity):
             return Cause.WORDS, f"final token of transfer {self.transfer} came with {transfer}"
         return None
+
+
+def draft_form(tokens: int, elements: int, dtype: str) -> str:
+    """Name of a form of first drafts, in `Hello.needs`: both sides must have the same one.
+
+    Args:
+        tokens: that it has (SGLang: `--speculative-eagle-topk`).
+        elements: of its hidden state.
+        dtype: of these elements.
+    """
+    return f"{_DRAFT} of {tokens} tokens with {elements} elements of {dtype}"
+
+
+def needs_drafts(needs: Collection[str]) -> bool:
+    """Whether a consumer needs first drafts, of whatever form."""
+    return any(need.startswith(_DRAFT) for need in needs)
 
 
 def unsent(needs: Collection[str], sends: Collection[str]) -> str:

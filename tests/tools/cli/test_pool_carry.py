@@ -30,8 +30,8 @@ def environment() -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (["--far", "ftp://h"], "there are mooncake, redis, rediss, s3"),
-        (["--far", "lmcache:/etc/lmcache.yaml"], "far store 'lmcache' is not known"),
+        (["--far", "ftp://h"], "there are lmcache, mooncake, redis, rediss, s3"),
+        (["--far", "redis://localhost", "--client-python", "/absent"], "--client-python /absent"),
         (["--far", "redis://:secret@10.0.0.1"], "without a key only this machine's loopback"),
         (["--far", "redis://localhost", "--key-file", "/absent"], "/absent: cannot be read"),
         (["--far", "redis://localhost", "--answers-within", "0"], "--answers-within"),

@@ -429,6 +429,41 @@ def test_an_engine_that_drains_goes_on_when_the_file_is_read_again(tmp_path: Pat
     run(scenario())
 
 
+def test_an_engine_whose_stop_command_runs_stays_out_when_the_file_is_read_again(
+    tmp_path: Path,
+) -> None:
+    """It still answers health checks, so it would get requests that end with it."""
+    Wants.decode = 2
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=2) as scaled:
+            before, world = scaled.pool.config, scaled.world
+            wait = f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done"
+            (tmp_path / "stop").write_text(f'#!/bin/sh\necho "$1" >> {scaled.stopped}\n{wait}\n')
+            scaled.want(1)
+            await until(scaled.stopped.exists, "the command runs")
+            assert scaled.pool.stopping == {scaled.stopped.read_text().strip()}
+
+            def serving() -> list[str]:
+                leaves = scaled.pool.leaves
+                engines = [each for each in world.engines if each.role is Role.DECODE]
+                return [each.url for each in engines if not leaves(each) and not each.draining]
+
+            (left,) = serving()
+            scaled.pool.edit(replace(before, attempts=2))
+            assert serving() == [left], "the file lists both"
+            assert scaled.pool.config.attempts == 2
+            scaled.pool.use(before)  # as of another worker that has read the file
+            scaled.elastic.tick(scaled.now_s)
+            assert serving() == [left]
+            (tmp_path / "go").touch()
+            await scaled.counted("stopped")
+            scaled.pool.edit(before)
+            assert sorted(serving()) == sorted(before.decode), "it may be used again"
+
+    run(scenario())
+
+
 def test_a_start_without_room_for_its_output_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
