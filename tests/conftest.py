@@ -6,6 +6,9 @@ Signals mean what they usually mean, in children too: a test run that was starte
 or with nohup, has inherited some as ignored.
 
 Loggers may be made while pytest walks through all of them.
+
+UCX uses loopback alone. An agent of NIXL names every interface of its host to its peers, and a peer cannot meet it once
+one of them has gone: other tests, and containers of the machine, make and remove interfaces meanwhile.
 """
 
 import logging
@@ -25,6 +28,7 @@ settings.register_profile(
 )
 settings.load_profile("pd_connector")
 
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGHUP, signal.SIGTERM):

@@ -40,6 +40,8 @@ _STALL_S = 5.0
 _BUFFERS = 4
 """Most chunks that are being read, or are not placed yet."""
 _READERS = 2
+_BRINGERS = 8
+"""Threads that wait for chunks of a far store, so that chunks of this host do not wait behind them."""
 
 
 class Arranged(NamedTuple):
@@ -66,9 +68,15 @@ class Readers:
     def __init__(self) -> None:
         # A request waits for these threads: they have the agent's priority.
         self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
+        self.bringers = ThreadPoolExecutor(_BRINGERS, "pd-pool-bring")
         self.buffers: queue.SimpleQueue[ReadBuffer] = queue.SimpleQueue()
         for _ in range(_BUFFERS):
             self.buffers.put(ReadBuffer())
+
+    def close(self) -> None:
+        """End the threads. Their reads are dropped."""
+        for threads in (self.bringers, self.threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +177,7 @@ class ChunkLoads:
             filling.fail(min(filling.waits), Cause.STALLED, detail)
             self._end(filling)
         if stalled:
-            self._readers.threads.shutdown(wait=False, cancel_futures=True)
+            self._readers.close()
             self._readers = Readers()
             for filling in self._fillings:
                 filling.moved_s = now
@@ -177,7 +185,7 @@ class ChunkLoads:
 
     def close(self) -> None:
         """End the threads. Their reads are dropped."""
-        self._readers.threads.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
 
     def begin(self, fill: Fill, fence: Any, facts: ModelFacts) -> None:
         """Begin a load, or a comparison.
@@ -202,8 +210,29 @@ class ChunkLoads:
     def _begin_reads(self, filling: _Filling) -> None:
         """Read the chunks that the load still waits for."""
         for chunk in filling.fill.chunks:
-            if chunk.number in filling.waits:
+            if chunk.number not in filling.waits:
+                continue
+            if self._loader.comes_from_afar(chunk):
+                self._readers.bringers.submit(self._bring, self._readers, filling, chunk)
+            else:
                 self._readers.threads.submit(self._read, self._readers.buffers, filling, chunk)
+
+    def _bring(self, readers: Readers, filling: _Filling, chunk: PromptChunk) -> None:
+        """Wait for a chunk of a far store, then have it read. A thread that only waits calls it."""
+        result: PDConnectorError | None = None
+        if filling.wants(chunk.number):
+            try:
+                self._loader.bring(chunk)
+                # Ended meanwhile: the load begins again.
+                with contextlib.suppress(RuntimeError):
+                    readers.threads.submit(self._read, readers.buffers, filling, chunk)
+                return
+            except PDConnectorError as error:
+                result = error
+            except Exception as error:
+                logger.exception("pool: a chunk was not brought")
+                result = PDConnectorError(repr(error))
+        self._done(partial(self._place, filling, chunk, result, None))
 
     def _read(
         self, buffers: queue.SimpleQueue[ReadBuffer], filling: _Filling, chunk: PromptChunk

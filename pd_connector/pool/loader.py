@@ -84,6 +84,14 @@ class Loader:
         self._drafts = has_drafts(geometry)
         self._codecs = codecs
 
+    def comes_from_afar(self, chunk: PromptChunk) -> bool:
+        """Whether `bring` waits for a far store."""
+        return not self._store.brings_at_once(chunk.key)
+
+    def bring(self, chunk: PromptChunk) -> None:
+        """Have a chunk on this host before it is read, so that what waits for a far store holds no buffer. Raises PoolError."""
+        self._store.bring(chunk.key)
+
     def read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
         """Read and verify a chunk.
 

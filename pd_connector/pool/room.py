@@ -62,15 +62,18 @@ def memory_rooms(shm: Path, own: int) -> list[Room]:
         own: bytes that the pool holds already.
     """
     left = os.statvfs(shm)
-    rooms = [
-        Room(
-            left.f_bavail * left.f_frsize + own if left.f_blocks else _UNLIMITED,
-            str(shm),
-            f"make it larger: Docker's --shm-size=16g or --ipc=host, in Kubernetes an emptyDir of medium Memory, on a host "
-            f"mount -o remount,size=16g {shm}",
-        ),
-        Room(_available() + own, "the memory of this machine", "end what else needs memory"),
-    ]
+    tmpfs = Room(
+        left.f_bavail * left.f_frsize + own if left.f_blocks else _UNLIMITED,
+        str(shm),
+        f"make it larger: Docker's --shm-size=16g or --ipc=host, in Kubernetes an emptyDir of medium Memory, on a host "
+        f"mount -o remount,size=16g {shm}",
+    )
+    return sorted([tmpfs, *process_rooms(own)])
+
+
+def process_rooms(own: int = 0) -> list[Room]:
+    """What the machine and the container leave to a process, the least first."""
+    rooms = [Room(_available() + own, "the memory of this machine", "end what else needs memory")]
     limit = _cgroup_room()
     if limit < _UNLIMITED:
         raised = "raise it: Docker's --memory, in Kubernetes resources.limits.memory"

@@ -194,19 +194,26 @@ def _folder(named: object) -> Path:
 
 def _size(name: str, value: object) -> int:
     """Bytes of a size such as `16GiB`. Raises ConfigError."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
+    nbytes = bytes_of(value)
+    if nbytes is None:
         raise ConfigError(
             f'pool.{name} {value!r}: must be a size such as "16GiB" or "500GB" (config key pool.{name})'
         )
-    number, unit, binary = match.groups()
-    power = _UNITS[unit.upper()]
-    nbytes = int(float(number) * (1 << power if binary else 1000 ** (power // 10)))
     if nbytes < LEAST_BYTES:
         raise ConfigError(
             f"pool.{name} {value!r}: must be {text_of(LEAST_BYTES)} or more, a chunk can have tens of MiB (config key pool.{name})"
         )
     return nbytes
+
+
+def bytes_of(value: object) -> int | None:
+    """Bytes of a size such as `16GiB`; None if it is not a size."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    number, unit, binary = match.groups()
+    power = _UNITS[unit.upper()]
+    return int(float(number) * (1 << power if binary else 1000 ** (power // 10)))
 
 
 def _switch(name: str, value: object) -> bool:

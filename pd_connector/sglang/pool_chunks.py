@@ -4,6 +4,7 @@
 Whatever becomes of a chunk's files afterwards, a chunk that is held here can be copied.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -20,7 +21,7 @@ from pd_connector.pool.copy_plan import LoadPiece, plan_load
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.loader import Loader, ReadBuffer, ReadChunk
-from pd_connector.pool.store.base import Found
+from pd_connector.pool.store.base import FAR, Found
 from pd_connector.pool.stored import gathered_bytes, payloads
 
 logger = logging.getLogger("pd_connector.sglang")
@@ -28,6 +29,8 @@ logger = logging.getLogger("pd_connector.sglang")
 MOST_HELD_BYTES = 4 << 30
 """Most bytes of chunks that a rank holds. Requests that find no room compute their prompts."""
 _READERS = 2
+_BRINGERS = 8
+"""Threads that wait for chunks of a far store, so that chunks of this host do not wait behind them."""
 _FREE_BUFFERS = 4
 """Buffers that are kept for the next chunks: fresh memory costs time."""
 
@@ -87,6 +90,7 @@ class HeldChunks:
         self.nbytes = 0
         # A request waits for these threads: they have the agent's priority.
         self._threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
+        self._bringers = ThreadPoolExecutor(_BRINGERS, "pd-pool-bring")
 
     def hold(self, chunk: PromptChunk, hit: Found, facts: ModelFacts) -> HeldChunk | None:
         """Hold a chunk, and read it unless it was read for another request. None: there is no room.
@@ -104,7 +108,10 @@ class HeldChunks:
                 held = HeldChunk(chunk, hit, buffer, users=1)
                 self._held[chunk.key] = held
                 self.nbytes += hit.nbytes
-                self._threads.submit(self._read, held, facts)
+                if hit.tier == FAR:
+                    self._bringers.submit(self._bring, held, facts)
+                else:
+                    self._threads.submit(self._read, held, facts)
             else:
                 held.users += 1
             return held
@@ -118,7 +125,8 @@ class HeldChunks:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._bringers, self._threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _drop(self, held: HeldChunk) -> None:
         self.nbytes -= held.hit.nbytes
@@ -132,20 +140,44 @@ class HeldChunks:
         if self._held.get(held.chunk.key) is held:
             del self._held[held.chunk.key]
 
+    def _bring(self, held: HeldChunk, facts: ModelFacts) -> None:
+        """Wait for a chunk of a far store, then have it read. A thread that only waits calls it."""
+        if self._is_wanted(held) and not self._failed(held, lambda: self._loader.bring(held.chunk)):
+            with contextlib.suppress(RuntimeError):  # all ends
+                self._threads.submit(self._read, held, facts)
+            return
+        self._finish(held)
+
     def _read(self, held: HeldChunk, facts: ModelFacts) -> None:
         """Read a chunk, and bring it into the order of the rank's pages. A reading thread calls it."""
-        with self._lock:
-            needed = held.users > 0
-            if not needed:  # the next request reads it again
-                self._forget(held)
-        try:
-            if needed:
+        if self._is_wanted(held):
+
+            def read() -> None:
                 held.ready = self._arranged(held, facts)
+
+            self._failed(held, read)
+        self._finish(held)
+
+    def _is_wanted(self, held: HeldChunk) -> bool:
+        with self._lock:
+            if held.users > 0:
+                return True
+            self._forget(held)  # the next request reads it again
+        return False
+
+    @staticmethod
+    def _failed(held: HeldChunk, step: Callable[[], None]) -> bool:
+        """Whether a step has failed. The chunk says why."""
+        try:
+            step()
         except PoolError as error:
             held.problem = error.cause, str(error)
         except Exception as error:
             logger.exception("pool: a chunk was not read")
             held.problem = "failed", repr(error)
+        return held.problem is not None
+
+    def _finish(self, held: HeldChunk) -> None:
         with self._lock:
             held.done, held.done_s = True, time.monotonic()
             if held.users == 0:

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd_connector.vllm.handoff.left_tokens import left_tokens
+from pd_connector.vllm.handoff.left_tokens import left_tokens, takes_inputs_whole
 from pd_connector.vllm.identity.inputs import adapter_settings, processor_settings
 from pd_connector.vllm.pages.state_tables import NO_STATES, StateTables
 from pd_connector.vllm.pages.windows import Windows
@@ -30,6 +30,9 @@ class EngineFacts(NamedTuple):
         attends_ahead: a token's KV depends on the whole prompt (prefix LM).
         states: which page tables list states.
         left_tokens: of a prompt, that the prefill side leaves to the decode engine (`handoff.left_tokens`).
+        inputs_whole: see `handoff.left_tokens.takes_inputs_whole`.
+        replays: vLLM replays a window behind a prefix hit (`pages.replayed`).
+        drafts: it speculates, so an engine of the same model may leave another number of tokens.
     """
 
     engine_id: str
@@ -43,6 +46,14 @@ class EngineFacts(NamedTuple):
     attends_ahead: bool = False
     states: StateTables = NO_STATES
     left_tokens: int = 0
+    inputs_whole: bool = False
+    replays: bool = False
+    drafts: bool = False
+
+    @property
+    def may_leave_tokens(self) -> bool:
+        """Whether engines of this model may leave tokens."""
+        return self.drafts or self.left_tokens > 0
 
     @classmethod
     def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "EngineFacts":
@@ -68,4 +79,7 @@ class EngineFacts(NamedTuple):
                 drops_last=drafts is not None and drafts.use_eagle_block_drop(),
             ),
             left_tokens=left_tokens(vllm_config, (group.kv_cache_spec for group in groups)),
+            inputs_whole=takes_inputs_whole(vllm_config),
+            replays=any(group.kv_cache_spec.prefix_replay_tokens for group in groups),
+            drafts=drafts is not None,
         )

@@ -32,6 +32,7 @@ from pd_connector.vllm.identity.loaded_model import LoadedModel
 from pd_connector.vllm.messages import Cut, StepCommands, WorkerActivity
 from pd_connector.vllm.metrics import PDStats, RankGauges
 from pd_connector.vllm.pages.partial import PartialPages
+from pd_connector.vllm.pages.replayed import ReplayedWindow
 from pd_connector.vllm.pages.stale import StalePages
 from pd_connector.vllm.pages.status import PageStatus
 from pd_connector.vllm.pages.unverified import UnverifiedPages
@@ -75,9 +76,24 @@ class SchedulerSide:
         elsewhere = engine.embeddings_come or not engine.consumes
         uncomputable = Uncomputable(encoded_elsewhere=elsewhere)
         shared = self._status, unfilled, uncomputable, self.identity.adapters
-        self._fetching = Fetching(config, windows, states, left, ranks, self.telemetry, *shared)
+        self._fetching = Fetching(
+            config,
+            windows,
+            states,
+            left,
+            ranks,
+            self.telemetry,
+            *shared,
+            replays=engine.replays,
+        )
         self._status.add(*self._fetching.rules)
-        address = transfer_params.ProducerAddress(engine.engine_id, consumes=engine.consumes)
+        if engine.replays:
+            self._status.add(ReplayedWindow())
+        address = transfer_params.ProducerAddress(
+            engine.engine_id,
+            consumes=engine.consumes,
+            left_tokens=left if engine.may_leave_tokens else None,
+        )
         self._model = LoadedModel(ranks, pool=bool(config.pool))
         self.offers = Offers(
             windows,
@@ -86,6 +102,7 @@ class SchedulerSide:
             self._model,
             address,
             streams=config.overlap != "off",
+            replays=engine.replays,
         )
         self._parts: list[Part] = [self._model, self._fetching, self.offers]
         self.pool: PoolSide | None = None
@@ -147,7 +164,9 @@ class SchedulerSide:
             offers = parsed.do_remote_decode and not parsed.describe
             if offers and self._engine.produces and self._engine.left_tokens:
                 if not parsed.from_first_token:
-                    leave_tokens(request, self._engine.left_tokens)
+                    leave_tokens(
+                        request, self._engine.left_tokens, inputs_whole=self._engine.inputs_whole
+                    )
                     if self.pool:
                         self.pool.queued(request)  # its chunks are those of the shorter prompt
                 stop_after_prompt(request)

@@ -49,7 +49,7 @@ def plan(**options: Any) -> None:
     try:
         made, name = _made(given, console)
         if given.out:
-            engines = files.engines_of(made)
+            engines = files.engines_of(made.chosen.candidate, made.inventory)
             values, problem = files.chart_values(engines, name)
             compose, its = files.compose_services(made, engines, name)
             left_out = [f"{files.VALUES}: {problem}"] if problem else []

@@ -6,14 +6,18 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from pd_connector.errors import PDConnectorError
+from scheduler_plugins.planner.goodput import Promise
+from scheduler_plugins.planner.inventory import CPU, Inventory
 from scheduler_plugins.planner.plan import Plan, Row
+from scheduler_plugins.planner.search import Candidate
+from scheduler_plugins.qos.classes import ONLY, Slo
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.sim.fleet import Fleet, FleetFile, LinksFile, NodeFile, PartFile
@@ -25,6 +29,9 @@ PAGE, ROUTER, VALUES, COMPOSE = "plan.md", "router.yaml", "values.yaml", "compos
 TITLE = "# Plan: "
 """How `plan.md` begins."""
 ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+GPUS, CORES = "CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND"
+"""Variables that bind an engine, as commands begin with them."""
+_CPU_SERVER = ("python", "-m", "vllm.entrypoints.openai.api_server")
 _SCHEDULER = "scheduler_plugins.vllm.PrefixAwareScheduler"
 Values = dict[str, object] | None
 
@@ -38,17 +45,25 @@ class Engine(NamedTuple):
     gpus: tuple[int, ...]
     chunk_tokens: int
     alone: bool  # it takes part in no handoff
+    cpu_gib: int = 0  # room for KV, if `gpus` are cores of a CPU
+    copy: int = 0  # of the fleet
 
     def command(self, model: str, apart: bool) -> str:
         """The line that starts it. `apart`: other engines are on other nodes."""
-        words = ["vllm", "serve", model, *self.options(apart)]
-        return f"CUDA_VISIBLE_DEVICES={','.join(map(str, self.gpus))} {shlex.join(words)}"
+        listed = ",".join(map(str, self.gpus))
+        if self.cpu_gib:  # vLLM's CPU build has no working command `vllm`
+            words = [*_CPU_SERVER, "--model", model, *self.options(apart)]
+            return f"{CORES}={listed} VLLM_CPU_KVCACHE_SPACE={self.cpu_gib} {shlex.join(words)}"
+        return f"{GPUS}={listed} {shlex.join(['vllm', 'serve', model, *self.options(apart)])}"
 
     def options(self, apart: bool) -> list[str]:
         """What it is told besides its model."""
         words = ["--host", "0.0.0.0"] if apart else []
-        words += ["--port", str(self.port), "--tensor-parallel-size", str(len(self.gpus))]
+        ranks = 1 if self.cpu_gib else len(self.gpus)
+        words += ["--port", str(self.port), "--tensor-parallel-size", str(ranks)]
         words += ["--max-num-batched-tokens", str(self.chunk_tokens)]
+        # Compiling takes minutes, and a C++ compiler.
+        words += ["--enforce-eager"] if self.cpu_gib else []
         words += ["--scheduler-cls", _SCHEDULER]
         if not self.alone:
             transfer: dict[str, object] = {
@@ -61,11 +76,11 @@ class Engine(NamedTuple):
         return words
 
 
-def engines_of(plan: Plan) -> list[Engine]:
-    """The engines of the recommended fleet, every copy of it, with their ports and GPUs."""
+def engines_of(chosen: Candidate, inventory: Inventory) -> list[Engine]:
+    """The engines of a fleet, every copy of it, with their ports and GPUs."""
     engines, next_gpu = list[Engine](), Counter[str]()
-    chosen = plan.chosen.candidate
-    nodes = [node.place.node for node in plan.inventory.nodes]
+    nodes = [node.place.node for node in inventory.nodes]
+    cpus = {node.place.node for node in inventory.nodes if node.device == CPU}
     alone = not any(part.role is Role.PREFILL for part in chosen.fleet.parts)
     for copy in range(chosen.copies):
         for part in chosen.fleet.parts:
@@ -77,7 +92,10 @@ def engines_of(plan: Plan) -> list[Engine]:
                 number = sum(engine.node == node for engine in engines)
                 gpus = tuple(range(first, first + size))
                 chunk = part.profile.costs.chunk_tokens or CHUNK_TOKENS
-                engines.append(Engine(part.role, node, FIRST_PORT + number, gpus, chunk, alone))
+                room = part.profile.kv_tokens * part.profile.kv_bytes_per_token
+                gib = ceil(room / (1 << 30)) if node in cpus else 0
+                port = FIRST_PORT + number
+                engines.append(Engine(part.role, node, port, gpus, chunk, alone, gib, copy))
     return engines
 
 
@@ -150,6 +168,7 @@ def write(
             for old in (
                 *folder.glob("fleets/*.yaml"),
                 *folder.glob("start-*.sh"),
+                *folder.glob("router*.yaml"),
                 *(folder / name for name in (VALUES, COMPOSE)),
             ):
                 old.unlink(missing_ok=True)
@@ -157,12 +176,19 @@ def write(
             (folder / fleet_name(n)).write_bytes(
                 msgspec.yaml.encode(fleet_file(row.candidate.fleet))
             )
-        engines = engines_of(plan)
-        for name, text in _scripts(engines, model):
-            path = folder / name
-            path.write_text(text)
-            path.chmod(0o755)
-        (folder / ROUTER).write_bytes(_router(plan, engines))
+        engines = engines_of(plan.chosen.candidate, plan.inventory)
+        copies = [
+            [engine for engine in engines if engine.copy == copy]
+            for copy in range(plan.chosen.candidate.copies)
+        ]
+        for of_copy in copies:
+            for name, text in _scripts(of_copy, model):
+                path = folder / name
+                path.write_text(text)
+                path.chmod(0o755)
+            # No KV passes between copies, so each has a router.
+            name = ROUTER if len(copies) == 1 else f"router-{of_copy[0].node}.yaml"
+            (folder / name).write_bytes(router_file(of_copy, plan.promise, plan.policy))
         for name, content in ((VALUES, values), (COMPOSE, compose)):
             if content is not None:
                 (folder / name).write_bytes(msgspec.yaml.encode(content))
@@ -187,19 +213,28 @@ def _scripts(engines: list[Engine], model: str) -> Iterator[tuple[str, str]]:
         yield f"start-{node}.sh", "\n".join([*lines, "wait", ""])
 
 
-def _router(plan: Plan, engines: list[Engine]) -> bytes:
+def router_file(engines: list[Engine], promise: Promise, policy: str) -> bytes:
+    """The router's file. The router knows the promise, as in the simulation: it refuses what would break it."""
     apart = len({engine.node for engine in engines}) > 1
     entries = []
     for engine in engines:
         entry = {"url": f"http://{engine.node if apart else '127.0.0.1'}:{engine.port}"}
         # Without a role an engine is asked: it takes part in no handoff, and answers alone.
         entries.append(entry if engine.alone else {**entry, "role": str(engine.role)})
-    return msgspec.yaml.encode({"engines": entries, "policy": plan.policy or DEFAULT})
+    slo = Slo(ttft_ms=promise.ttft_s * 1e3, tpot_ms=promise.tpot_s * 1e3)
+    classes = [msgspec.structs.replace(ONLY[0], slo=slo)]
+    return msgspec.yaml.encode(
+        {"engines": entries, "policy": policy or DEFAULT, "classes": classes}
+    )
 
 
 def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
     """Values of our chart, or why it cannot start this fleet."""
     values = dict[str, object](model=model)
+    if any(engine.cpu_gib for engine in engines):
+        return None, "our chart starts engines on GPUs"
+    if any(engine.copy for engine in engines):
+        return None, "our chart has one router; this plan has one for each node"
     if any(engine.alone for engine in engines):
         return (
             None,
@@ -235,6 +270,8 @@ def compose_services(plan: Plan, engines: list[Engine], model: str) -> tuple[Val
     """
     if len({engine.node for engine in engines}) > 1:
         return None, "our compose file is for one host; this fleet has several nodes"
+    if any(engine.cpu_gib for engine in engines):
+        return None, "our compose file starts engines on GPUs"
     unused = {"profiles": ["unused"]}
     services = dict[str, object](prefill=unused, decode=unused)
     volumes = ["${HF_HOME:-~/.cache/huggingface}:/root/.cache/huggingface"]

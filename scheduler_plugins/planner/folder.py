@@ -15,7 +15,7 @@ import msgspec
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.cli.checks.finding import Finding, Status
-from scheduler_plugins.planner.files import COMPOSE, PAGE, ROLES, ROUTER, VALUES
+from scheduler_plugins.planner.files import COMPOSE, CORES, GPUS, PAGE, ROLES, ROUTER, VALUES
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import parse
@@ -46,7 +46,11 @@ def _findings(folder: Path) -> Iterator[Finding]:
         text = str(said).replace(f"{folder}/", "")
         return Finding(str(folder), name, Status.FAIL, text, _AGAIN)
 
-    for name in (FLEET, ROUTER, PAGE):
+    # A fleet that has a copy on each node has a router for each.
+    copied = any(folder.glob("router-*.yaml"))
+    nodes = [path.stem.removeprefix("start-") for path in folder.glob("start-*.sh")]
+    routers = [f"router-{node}.yaml" for node in sorted(nodes)] if copied else [ROUTER]
+    for name in (FLEET, *routers, PAGE):
         if not (folder / name).is_file():
             yield wrong(name, "is missing")
     planned: fleet.Fleet | None = None
@@ -69,7 +73,7 @@ def _findings(folder: Path) -> Iterator[Finding]:
         yield from (wrong("start-NODE.sh", said) for said in _unlike(planned, started))
     engines = Counter(engine.role for node in started.values() for engine in node)
     checks: dict[str, Callable[[Path], Iterator[str]]] = {
-        ROUTER: lambda path: _router(path, started),
+        **dict.fromkeys(routers, lambda path: _router(path, started)),
         VALUES: lambda path: _values(path, engines),
         COMPOSE: lambda path: _compose(path, engines),
     }
@@ -90,12 +94,12 @@ def _started(path: Path) -> list[Started]:
     """
     engines, used = list[Started](), Counter[str]()
     for n, line in enumerate(path.read_text().splitlines(), 1):
-        if "vllm serve" not in line:
+        if not line.startswith((GPUS, CORES)) and "vllm serve" not in line:
             continue
         if not line.endswith(" &"):
             raise ValueError(f"line {n}: is cut off; wanted is a command that ends with &")
         gpus, *words = shlex.split(line.removesuffix(" &"))
-        given = dict(pairwise(words[3:]))
+        given = dict(pairwise(words))
         name, _, listed = gpus.partition("=")
         role = ""
         if "--kv-transfer-config" in given:
@@ -114,10 +118,11 @@ def _started(path: Path) -> list[Started]:
         except KeyError as error:
             raise ValueError(f"line {n}: has no {error.args[0]}") from None
         here = listed.split(",")
-        if name != "CUDA_VISIBLE_DEVICES" or len(here) != tp:
+        ranks = {GPUS: len(here), CORES: 1}.get(name)
+        if ranks != tp:
             raise ValueError(f"line {n}: {gpus} for a tensor parallelism of {tp}")
         used.update([f"port {port}", *(f"GPU {gpu}" for gpu in here)])
-        engines.append(Started(role, port, tp, chunk))
+        engines.append(Started(role, port, len(here), chunk))
     if twice := sorted(what for what, times in used.items() if times > 1):
         raise ValueError(f"two engines have {', '.join(twice)}")
     return engines
@@ -149,6 +154,8 @@ def _text(kinds: Counter[tuple[str, int, int]]) -> str:
 
 def _router(path: Path, started: dict[str, list[Started]]) -> Iterator[str]:
     router: RouterConfig = parse(path.read_bytes(), {}, path.name)
+    if node := path.stem.removeprefix("router").removeprefix("-"):
+        started = {node: started.get(node, [])}
     for role, urls in (("prefill", router.prefill), ("decode", router.decode), ("", router.engine)):
         listed = sorted(int(url.rpartition(":")[2]) for url in urls)
         ports = sorted(

@@ -23,6 +23,8 @@ from scheduler_plugins.sim.links import Place
 TPS = (1, 2, 4, 8)
 """Tensor parallelism of an engine."""
 MOST_GPUS = 1024
+CPU = "CPU"
+"""Device whose "GPUs" are cores of a CPU. An engine has one rank on all of its cores."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _PER_GBIT = 1e9 / 8
 

@@ -15,6 +15,13 @@ NOT_SIMULATED = (
     "KV that streams during a prefill beside other transfers of the same engine",
     "a prefix cache and sequences that share one room: engines that do both have the room divided",
 )
+METRICS = {
+    "pd_router:time_to_first_token_seconds": "of the router; for streams",
+    "vllm:request_time_per_output_token_seconds": "of the engines that decode",
+    "pd_router:rejected_total": "requests that were refused; they count as late",
+    "pd_router:handoffs_total": "what became of KV: `recomputed` is work that no plan has",
+    "vllm:num_preemptions_total": "sequences that lost their room: the room binds",
+}
 
 
 def page(plan: Plan, trace: str, left_out: list[str]) -> str:
@@ -79,6 +86,13 @@ def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
         yield ""
         yield f"      {simulate_command(plan, row, trace, fleet_name(n))}"
         yield ""
+    yield "## Compare"
+    yield ""
+    yield "With the running fleet, after a day. Parts in time of the simulation mean the first two."
+    yield ""
+    for metric, what in METRICS.items():
+        yield f"- `{metric}`: {what}"
+    yield ""
     yield "## Not simulated"
     yield ""
     for what in NOT_SIMULATED:

@@ -370,7 +370,7 @@ def test_an_end_in_the_middle_of_a_read_costs_no_slot(ranks: Ranks, transport: s
     producer, consumer = reading_pair(ranks, transport, never, settings)
     producer.offer("t", [1])
     consumer.load(producer.source, "t", [5])
-    assert asked.wait(20)
+    assert asked.wait(60)
     if how == "dropped":
         consumer.agent.submit(Drop("load of t", Cause.ABORTED))
         assert consumer.loaded("t").cause == Cause.ABORTED
@@ -436,7 +436,7 @@ def preempted_while_read(ranks: Ranks, transport: str, guarded: bool = True) -> 
     producer.agent.submit(Expect("t"))
     producer.offer("t", [1, 2], computed=8)
     consumer.load(producer.source, "t", [5, 6], wait=True)
-    assert reading.wait(20)
+    assert reading.wait(60)
     producer.agent.submit(Revoke("t", "offer of t"))
     for layer in producer.layers.values():
         layer[1], layer[2] = 0.0, 0.0

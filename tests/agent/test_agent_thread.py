@@ -40,7 +40,7 @@ def test_attempts_to_start_again_come_at_once_and_then_less_and_less_often() -> 
     thread = AgentThread(Config(), Telemetry(), *parts, cast("Any", make_loop), lambda: None)
     thread.start()
     try:
-        until(lambda: len(ports) > 4, "four attempts after 0.1, 0.2, 0.4 and 0.8 s", 9.0)
+        until(lambda: len(ports) > 4, "four attempts after 0.1, 0.2, 0.4 and 0.8 s")
     finally:
         thread.close()
     assert ports == [0, *[FailingLoop.port] * (len(ports) - 1)], "on the port that peers know"

@@ -517,9 +517,9 @@ def test_a_store_that_does_not_answer_keeps_no_page_of_a_save(
     silent.silent.set()
     monkeypatch.setattr(pool_saves, "_WAITS_S", 60.0)
     again = Save("again", ROOT or b"", chunks()[0], (pages,))
-    until(lambda: store.status().writing == 0, "what was given up leaves no room taken", 10.0)
+    until(lambda: store.status().writing == 0, "what was given up leaves no room taken")
     writer.agent.submit(again)
-    until(lambda: store.find([again.chunk.key])[0] is not None, "a later one", 10.0)
+    until(lambda: store.find([again.chunk.key])[0] is not None, "a later one")
 
 
 def test_an_idle_engine_pauses_while_chunks_are_read(store: LocalStore, rank: Make) -> None:
@@ -562,6 +562,45 @@ def test_a_silent_store_takes_no_thread_away_from_later_loads(
     monkeypatch.setattr(pool_loads, "_STALL_S", 30.0)
     assert fill(reader, "again").cause is None
     released.set()
+
+
+class Afar:
+    """A store whose chunks of some keys come from afar, and have not come yet."""
+
+    def __init__(self, store: LocalStore, keys: set[bytes]) -> None:
+        self._store, self.keys, self.comes = store, keys, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def brings_at_once(self, key: bytes) -> bool:
+        return key not in self.keys
+
+    def bring(self, key: bytes) -> Any:
+        if key in self.keys:
+            self.comes.wait(120)
+        return self._store.bring(key)
+
+
+def test_chunks_of_this_host_do_not_wait_behind_chunks_from_afar(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_loads, "_STALL_S", 100.0)
+    elsewhere = [chunk._replace(key=b"far" + chunk.key[3:]) for chunk in chunks()]
+    afar = Afar(store, {chunk.key for chunk in elsewhere})
+    writer, reader = rank(PAGE, "a"), rank(OTHER_PAGE, "other", store=afar)
+    save(writer, store)
+    pages = list(range(len(TOKENS) // OTHER_PAGE))
+    far = Fill("far", ROOT or b"", tuple(elsewhere), 0, len(TOKENS), (pages,))
+    others = [page + len(pages) for page in pages]
+    try:
+        reader.agent.submit(far)
+        assert fill(reader, "here", pages=(others,)).cause is None
+    finally:
+        afar.comes.set()
+    ended = reader.end_of("far")
+    assert isinstance(ended, Finished)
+    assert ended.miss is Miss.EVICTED
 
 
 def handed_over(producer: Rank, consumer: Rank, name: str) -> Finished:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from pd_bench.plan import command, stock
+from pd_bench.plan import command, links_command, stock
+from pd_bench.plan.links_command import HIGH, LOW
 from pd_bench.plan.searches import every_mix, searched
 from scheduler_plugins.planner.command import _generated
 from scheduler_plugins.planner.goodput import Promise
@@ -48,3 +49,19 @@ def test_the_search_has_what_the_exhaustive_one_has(tmp_path: Path, monkeypatch)
     assert ended.exit_code in (0, 1), ended.output
     names = {row["name"] for row in json.loads(out.read_text())}
     assert {"rate", "rate, other half", "simulated requests"} <= names
+
+
+def test_links_compare_both_affinities(tmp_path: Path, monkeypatch) -> None:
+    """A slow link binds: the fleet over all nodes is worse there."""
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join([*_generated(4000, 60)][:401]) + "\n")
+    monkeypatch.setattr(links_command, "GBIT_PER_S", (400.0, 2.0))
+    monkeypatch.setattr(links_command, "EACH", 100)
+    out = tmp_path / "out.json"
+    ended = CliRunner().invoke(command.app, ["links", str(path), "--gpus", "2", "--json", str(out)])
+    assert ended.exit_code in (0, 1), ended.output
+    rows = [row for row in json.loads(out.read_text()) if row["name"] == "rate"]
+    rates = {(row["params"]["Gbit/s"], row["params"]["affinity"]): row["baseline"] for row in rows}
+    assert rates[400.0, HIGH] > 1 > rates[2.0, HIGH]
+    assert rates[2.0, LOW] > 1
+    assert all(row["ok"] for row in rows)

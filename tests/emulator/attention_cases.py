@@ -232,6 +232,7 @@ def tile_mask() -> None:
 _IDS = (torch.arange(128, dtype=torch.int32) // 30).repeat(3, 1)
 DECODES: dict[str, Case] = {
     "paged": paged,
+    "paged, dim 256, 5 heads, window": functools.partial(paged, [37], Heads(5, 1, 256), window=64),
     "paged, fp8": functools.partial(paged, cache=FP8),
     "paged, one worker": functools.partial(paged, workers=1),
     "paged, many workers": functools.partial(paged, [300, 37], Heads(4, 1, 128), workers=7),
@@ -278,6 +279,8 @@ DECODES: dict[str, Case] = {
     "mla, 2 heads, split": functools.partial(mla, 2, [1, 258, 0], workers=4, column_merge=False),
     "mla, 128 heads": functools.partial(mla, 128, [70, 37]),
     "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
+    "mla, 16 heads, 8 queries, fp8": functools.partial(mla, queries=8, coded=True),
+    "mla, 24 heads, 5 queries": functools.partial(mla, 24, [70, 3, 37], queries=5),
     "mla, chosen": functools.partial(mla, chosen=True),
     "mla, chosen, fp8": functools.partial(mla, chosen=True, coded=True),
     "mla, 128 heads, chosen, fp8": functools.partial(mla, 128, [70, 37], chosen=True, coded=True),
@@ -292,6 +295,7 @@ DECODES: dict[str, Case] = {
     "gluon, 96 heads, page 128": functools.partial(gluon, 96, page=128, lengths=[200, 37]),
     "gluon, page 256, split": functools.partial(gluon, 64, page=256, lengths=[700], workers=3),
     "gluon, float16": functools.partial(gluon, 64, dtype=torch.float16),
+    "gluon, 24 heads, 5 queries": functools.partial(gluon, 24, lengths=[70, 3, 37], queries=5),
     "gluon, split": functools.partial(gluon, lengths=[400, 100, 0], workers=4),
     "gluon, many tiles": functools.partial(gluon, lengths=[500, 130], workers=1),
     "mixed": mixed_steps,

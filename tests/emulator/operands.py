@@ -113,7 +113,8 @@ class Operands:
 
     def _register(self, text: str, dtype: Any) -> Reader:
         place, width = self.program.registers[text]
-        moves = self.instruction.name == "mov"  # half of a pair may be undefined, and dropped later
+        # Half of a pair, or bytes of a word, may be undefined, and dropped later.
+        moves = self.instruction.name in ("mov", "prmt")
         wanted = 1 if dtype.kind == "b" else 8 * dtype.itemsize
         instruction = self.instruction
 

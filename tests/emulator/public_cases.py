@@ -41,6 +41,12 @@ def _sums(device: str) -> list[torch.Tensor]:
     return [torch.frombuffer(bytearray(finish(sums.cpu(), len(payload))), dtype=torch.uint8)]
 
 
+def _strides(device: str) -> list[torch.Tensor]:
+    """A copy to the device keeps the order in memory: caches of several layouts are tried so."""
+    moved = torch.zeros(2, 3, 4).transpose(0, 2).to(device)
+    return [torch.tensor(moved.stride())]
+
+
 def alike(call: Callable[[str], list[torch.Tensor]]) -> None:
     found = []
     for device in ("cpu", "cuda"):
@@ -56,5 +62,6 @@ PUBLIC = {
     "public, merge": functools.partial(alike, _merge),
     "public, mixed": functools.partial(alike, _mixed),
     "public, reshard": functools.partial(alike, _reshard),
+    "public, strides": functools.partial(alike, _strides),
     "public, payload sums": functools.partial(alike, _sums),
 }

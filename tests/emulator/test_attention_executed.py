@@ -13,6 +13,7 @@ SMALL = (
         "gluon, 128 heads",
         "mixed, split",
         "public, merge",
+        "public, strides",
         "plan, window",
         "tile mask",
     ),
@@ -20,6 +21,18 @@ SMALL = (
     *("paged, sinks, window, split", "paged, 192 and 128", "paged, dim 512"),
 )
 """`python -m tests.emulator` executes all."""
+
+
+PEERS = (
+    *("peers, page 5", "peers, page 1056", "peers, 7 heads, 1 of KV, dim 128"),
+    *("peers, lengths", "peers, lengths, fp8", "peers, one long", "peers, ragged"),
+    *("peers, mla, page 24", "peers, mla, 5 heads", "peers, mla, lengths, fp8"),
+)
+
+
+def test_shapes_of_other_kernels_tests_are_right() -> None:
+    """`python -m tests.emulator peers` executes all."""
+    assert executed(*PEERS) == dict.fromkeys(PEERS, "")
 
 
 @pytest.mark.parametrize("seed", [0, 11])

@@ -49,11 +49,7 @@ def _empty_strided(size: Any, stride: Any, dtype: Any = None, device: Any = None
 
 def _to_copy(tensor: torch.Tensor, *, dtype: Any = None, device: Any = None, **given: Any) -> Any:
     device = torch.device(device or tensor.device)
-    dense = (
-        tensor.is_non_overlapping_and_dense()
-        if hasattr(tensor, "is_non_overlapping_and_dense")
-        else False
-    )
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
     stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
     waits = not given.get("non_blocking", False)
     made = torch.empty_strided(tensor.shape, stride, dtype=dtype or tensor.dtype, device=device)

@@ -25,6 +25,7 @@ from harness import (
 )
 from pairs import Pair, Setup, Side
 from recipes import NEWEST, OLDER, Recipe, Vllm, frozen
+from test_handoff import prompt_of
 from test_states import (
     ARGS,
     TOLERANCES,
@@ -37,14 +38,21 @@ from test_states import (
 )
 from tiny_models import build
 from told import told_at_once
-from tools import probe_all
+from tools import delta, probe_all
 
 WANTED = os.environ.get("PD_STATES", "")
-TWO_STAGES = ["--pipeline-parallel-size", "2"]
+# vLLM's CPU pipeline parallelism fails with --enforce-eager.
+TWO_STAGES = [
+    "--pipeline-parallel-size",
+    "2",
+    "--no-enforce-eager",
+    "--compilation-config",
+    '{"backend": "eager"}',
+]
 DIMS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 SETUPS: Mapping[str, Mapping[str, Any]] = {
     **{kind: {} for kind in ARGS},
-    "delta net, two stages": {"prefill_args": TWO_STAGES},
+    "delta net, two stages": {"prefill_args": TWO_STAGES, "build": "delta net in stages"},
     "mamba2, two stages": {"prefill_args": TWO_STAGES},
     "mamba2, two stages to two ranks": {"prefill_args": TWO_STAGES, "decode_args": TWO_RANKS},
     "delta net, dims first": {"decode_env": DIMS_FIRST},
@@ -91,9 +99,10 @@ def setup(request: pytest.FixtureRequest, folder: Path) -> Setup:
     for version, place in (("0.31", OLDER), ("0.33", NEWEST)):
         if other == version and not place.is_dir():
             pytest.skip(f"no vLLM {version}: run ci/setup-tests")
-    path = folder / kind_of(name).replace(" ", "_")
+    built = unlike.pop("build", kind_of(name))
+    path = folder / built.replace(" ", "_") / kind_of(name).replace(" ", "_")
     if not path.exists():
-        build(kind_of(name), path)
+        build(built, path)
     base = Setup.of(model=path, both=True, vllm="0.32 V1", args=ARGS[kind_of(name)], **unlike)
     return UnlikeSetup(**vars(base), other=other, decode_env=tuple(env.items()))
 
@@ -115,6 +124,24 @@ def test_pairs_answer_as_one_engine(pair: Pair) -> None:
             prompt, wanted = prompt_and_answer(way.p, tokens)
             answer = handed_over(pair, way.d, partial(ask, way, prompt))
             assert_same(pair, answer, wanted, rounded=rounds(pair))
+
+
+WANTED_BYTES = {  # two layers of either kind
+    "short conv": (2 * 2 * 2 * 32 * 4, 2 * 2 * 128 * 4),
+    "delta net": (2 * 2 * 2 * 32 * 2, 2 * (3 * 1024 * 2 + 4 * 128 * 128 * 4)),
+    "mamba2": (2 * 2 * 2 * 32 * 4, 2 * (3 * 384 * 4 + 8 * 32 * 32 * 4)),
+}
+"""Bytes of a token's K and V, and of the states of a request."""
+
+
+@each_setup
+def test_no_more_bytes_pass_than_are_wanted(pair: Pair) -> None:
+    prompt = prompt_of(3500, 30)
+    of_token, of_states = WANTED_BYTES[kind(pair)]
+    for way in (pair, pair.turned()):
+        with delta(way.d, "pd_connector:received_bytes_total") as received:
+            two_step(way.p, way.d, prompt, 2)
+        assert 1 <= received.amount / ((len(prompt) - 1) * of_token + of_states) <= 1.01
 
 
 def in_two_steps(pair: Pair, prompt: Prompt) -> Answer:
@@ -165,7 +192,7 @@ def test_a_harmed_state_is_another_answer(pair: Pair, harm: str) -> None:
     prompt, wanted = prompt_and_answer(pair.p, 700)
     whole = completion(pair.p, prompt, 1)
     longer = [*prompt, int(whole.tokens[0].removeprefix("token_id:"))]
-    others = {"of a token more": longer, "another request's": [7, *prompt[1:]]}
+    others = {"of a token more": longer, "another request's": prompt_of(len(prompt), 500)}
     salt, salt_of_other = fresh_salt(), fresh_salt()
     if other := others.get(harm):
         theirs = prefill_step(pair.p, other, cache_salt=salt_of_other)

@@ -189,6 +189,13 @@ def _delta_net_of_experts() -> Any:
     return config
 
 
+def _delta_net_in_stages() -> Any:
+    """The same with experts in each half of the layers: vLLM wants some in each pipeline stage."""
+    config = _delta_net()
+    config.mlp_only_layers = [0, 2]
+    return config
+
+
 def _mamba2() -> Any:
     """Mamba2 with two groups of B and C, full attention, and no prefix cache."""
     from transformers import NemotronHConfig
@@ -218,6 +225,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "short conv": _short_conv,
     "delta net": _delta_net,
     "delta net of experts": _delta_net_of_experts,
+    "delta net in stages": _delta_net_in_stages,
     "mamba2": _mamba2,
 }
 

@@ -45,6 +45,7 @@ OTHERS = {
     ),  # SGLang's router, Docker, compute-sanitizer
     *("--kv-connector", "--moriio-write-mode"),  # llm-d's routing sidecar
     *("--from-literal", "--set", "--reuse-values"),  # kubectl, helm
+    *("--eviction-policy", "--l1-size-gb", "--l2-adapter"),  # LMCache's server
 }
 """Options of programs that nobody needs for these tests."""
 

@@ -34,17 +34,19 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_door.test_sglang_sparse import sparse
+from support.pool_stores import wait_for_books
 from support.waits import until
 
 from pd_connector.agent.commands import ChangeModel
 from pd_connector.config import CONFIG_VARIABLE, Config
-from pd_connector.errors import Cause, ConfigError, PDConnectorError
+from pd_connector.errors import Cause, ConfigError, Miss, PDConnectorError, PoolError
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool import load_breakeven
 from pd_connector.pool.advertised import ENGINE_VARIABLE
+from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.settings import PoolSettings
-from pd_connector.pool.store.base import MEMORY
+from pd_connector.pool.store.base import FAR, MEMORY, Found
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
 from pd_connector.sglang import hooks, plugin, pool_chunks, pool_hooks, pool_prompts
@@ -288,14 +290,15 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda self, *args, hook=hook, original=original: hook(original, self, *args),
         )
     monkeypatch.setenv(CONFIG_VARIABLE, '{"pool": true}')
-    monkeypatch.setattr(pool_prompts, "LOOK_S", 10.0)  # a busy machine
-    monkeypatch.setattr(pool_prompts, "_SLOW_S", 10.0)
+    for name in ("LOOK_S", "_SLOW_S", "STALL_S"):  # a busy machine
+        monkeypatch.setattr(pool_prompts, name, 60.0)
     alone = SimpleNamespace(disaggregation_mode="null")
     monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: alone)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[LocalStore]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
+    wait_for_books(monkeypatch)
     made = LocalStore(Space(tmp_path / "pool", 64 << 20), None)
     yield made
     made.close()
@@ -483,7 +486,7 @@ def test_no_length_is_named_before_its_chunks_are_verified(
     read = reader.rank.prompts.held._loader.read
 
     def slow(*args: Any) -> Any:
-        may.wait(10)
+        may.wait(60)
         return read(*args)
 
     monkeypatch.setattr(reader.rank.prompts.held._loader, "read", slow)
@@ -508,7 +511,7 @@ def test_a_store_that_does_not_answer_costs_a_computation(
     until(lambda: stored(store) == 2)
     stop = threading.Event()
     monkeypatch.setattr(
-        reader.rank.prompts.held._loader, "read", lambda *args: stop.wait(10) and None
+        reader.rank.prompts.held._loader, "read", lambda *args: stop.wait(60) and None
     )
     assert reader.ask(prompt(300)) == 0
     stop.set()
@@ -571,7 +574,7 @@ def test_a_node_of_many_chunks_is_saved_in_turns(
     engine.compute(engine.request(prompt(400)))
     until(lambda: stored(store) == 2)
     engine.compute(engine.request(prompt(400)))
-    until(lambda: stored(store) == 3, timeout_s=10)
+    until(lambda: stored(store) == 3)
     assert not engine.linker._begun, "if the pool loses them, they are saved again"
 
 
@@ -582,7 +585,7 @@ def test_what_a_request_keeps_out_of_the_pool_the_next_one_saves(
     engine.compute(engine.request(prompt(300), write=False))
     assert stored(store) == 0
     engine.compute(engine.request(prompt(300)))
-    until(lambda: stored(store) == 2, timeout_s=10)
+    until(lambda: stored(store) == 2)
 
 
 def held(engine: Engine) -> int:
@@ -673,10 +676,10 @@ class Ranks:
     def agree(self, rank: int) -> Callable[[list[tuple[int, int]]], list[tuple[int, int]]]:
         def agreed(own: list[tuple[int, int]]) -> list[tuple[int, int]]:
             self._said[rank] = own
-            self._barrier.wait(20)
+            self._barrier.wait(60)
             both = zip(self._said[0], self._said[1], strict=True)
             result = [(min(a[0], b[0]), min(a[1], b[1])) for a, b in both]
-            self._barrier.wait(20)
+            self._barrier.wait(60)
             return result
 
         return agreed
@@ -719,7 +722,7 @@ def test_ranks_load_what_all_of_them_hold(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert loaded == ({0: 640, 1: 640} if slow else {0: 384, 1: 384})
 
 
@@ -838,3 +841,40 @@ def test_an_audit_is_the_pools_alone() -> None:
     for wrong in ('{"audit": "first"}', '{"pool": true, "audit": 0.1}'):
         with pytest.raises(ConfigError, match="audit"):
             load_config(wrong)
+
+
+def test_chunks_of_this_host_do_not_wait_behind_chunks_from_afar() -> None:
+    comes = threading.Event()
+
+    class Slow:
+        """A loader whose chunks of other hosts do not come."""
+
+        def bring(self, chunk: PromptChunk) -> None:
+            comes.wait(120)
+            raise PoolError(Miss.LATE, "it has not come")
+
+        def read(self, chunk: PromptChunk, *more: Any) -> Any:
+            if chunk.key.startswith(b"far"):
+                self.bring(chunk)
+            raise PoolError(Miss.EVICTED, "read")
+
+    held = pool_chunks.HeldChunks(Slow(), None, lambda: None)  # type: ignore[arg-type]
+    try:
+
+        def hold(key: bytes, tier: str) -> pool_chunks.HeldChunk:
+            chunk = PromptChunk(0, key, b"", b"", b"", "", b"")
+            found = held.hold(chunk, Found(tier, (), 10), FACTS)
+            assert found
+            return found
+
+        far = [hold(b"far %d" % number, FAR) for number in range(4)]
+        here = hold(b"here", MEMORY)
+        until(lambda: here.done, "the chunk of this host")
+        assert here.problem == (Miss.EVICTED, "read")
+        assert not any(each.done for each in far)
+        comes.set()
+        until(lambda: all(each.done for each in far), "the others")
+        assert {each.problem for each in far} == {(Miss.LATE, "it has not come")}
+    finally:
+        comes.set()
+        held.close()

@@ -193,7 +193,7 @@ class Rank:
         request = f"load of {transfer}"
         self.agent.submit(Load(request, transfer, peers, identity, first, stop, tables, wait))
 
-    def end_of(self, what: str, timeout_s: float = 30.0) -> Outcome:
+    def end_of(self, what: str, timeout_s: float = 60.0) -> Outcome:
         """Wait for the outcome of `load of X` or `offer of X`."""
         until(lambda: what in self.look(), f"outcome of {what!r}", timeout_s)
         return self.ended[what]

@@ -124,9 +124,10 @@ class SteppedEngine:
         qos: str = "",
         lora: LoRARequest | None = None,
         salt: str | None = None,
+        features: Sequence[Any] = (),
         **kv: Any,
     ) -> Request:
-        """A request arrives; prompts of one seed begin alike."""
+        """A request arrives; prompts of one seed begin alike. `features`: its images."""
         extra: dict[str, Any] = {"qos": qos} if qos else {}
         if kv:
             extra["kv_transfer_params"] = kv
@@ -140,6 +141,7 @@ class SteppedEngine:
             pooling_params=None,
             lora_request=lora,
             cache_salt=salt,
+            mm_features=list(features),
             block_hasher=_hasher,
         )
         self.scheduler.add_request(request)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], what: str = "", timeout_s: float = 60.0) -> Any:
     """Wait until `condition()` is true; returns what it returned."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -29,5 +29,5 @@ def meanwhile(call: Any, *arguments: Any) -> Iterator[threading.Event]:
     thread = threading.Thread(target=run)
     thread.start()
     yield returned
-    thread.join(30.0)
+    thread.join(60.0)
     assert returned.is_set()

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm.entrypoints.launchers.cli_args", reason="no vLLM of 0.32")
 
-from plan_cases import inputs, written
+from support.plan_cases import inputs, written
 from support.printed import PAGES, Block, blocks, commands, words
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser

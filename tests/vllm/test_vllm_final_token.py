@@ -37,6 +37,7 @@ def finished(**changes: Any) -> Any:
         "mm_features": [],
         "num_prompt_tokens": len(PROMPT),
         "num_computed_tokens": len(PROMPT),
+        "replay_start": 0,
         "output_token_ids": [417],
         "status": RequestStatus.FINISHED_LENGTH_CAPPED,
     }

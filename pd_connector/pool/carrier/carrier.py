@@ -14,6 +14,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -23,21 +24,29 @@ from typing import NamedTuple
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.carrier.child import MOST_NAMES
 from pd_connector.pool.carrier.client import FarClient, SilentError
+from pd_connector.pool.carrier.far_journal import FarJournal, read_mark
 from pd_connector.pool.carrier.finding import gallop
-from pd_connector.pool.carrier.messages import Brought, Sizes, Status
+from pd_connector.pool.carrier.lasting import LastingThread
+from pd_connector.pool.carrier.markers import Markers
+from pd_connector.pool.carrier.messages import Brought, Checked, Sizes, Status
 from pd_connector.pool.carrier.object import Opened, Packed, unpacked
 from pd_connector.pool.far.registry import without_secret
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.base import Chunk, Refusal, Store, Why
+from pd_connector.pool.verify import InMemory, sound
 
 logger = logging.getLogger("pd_connector.pool.carrier")
 
 _FOLLOWS_S = 0.2
 """How often the journal is read, in seconds."""
+_MARKS_S = 2.0
+"""How often the far store's mark is read, in seconds: a new one means that it has lost what it had."""
 _PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
 """Bytes in one call, unless a single object has more. Engines wait for the second."""
 _MOST_WAITING = 1 << 14
 """Chunks that wait to be put. If there are more, ends of chains are left out."""
+_MADE_WITHIN_S = 30.0
+"""How long a chunk of the journal is looked for: its writer makes its entry after it has written it down."""
 _MOST_KNOWN = 1 << 18
 """Chunks of which the carrier knows that the far store has them, and chunks that it did not take."""
 _MOST_BRINGING = 4096
@@ -54,36 +63,51 @@ class Stored(NamedTuple):
 class Carrier:
     """Any thread may call it.
 
+    Attributes:
+        journal: what it has put or found, for routers.
+
     Args:
         store: of this host.
         address: of the far store, checked by `far_address`.
         most_bytes: of an object of the far store.
         deadline_s: the longest wait for one answer of the far store.
+        python: the Python whose environment has the far store's client; empty: this one.
     """
 
     def __init__(
-        self, store: Store, seal: Seal, address: str, most_bytes: int, deadline_s: float
+        self,
+        store: Store,
+        seal: Seal,
+        address: str,
+        most_bytes: int,
+        deadline_s: float,
+        python: str = "",
     ) -> None:
         self._store, self._seal, self._most_bytes = store, seal, most_bytes
         self._shown = without_secret(address)
+        self.journal = FarJournal()
+        self._reads_mark_s = 0.0
         self._writer = f"carrier-{secrets.token_hex(8)}"
         self._clients = self._finds, self._gets, self._puts = tuple(
-            FarClient(name, address, deadline_s) for name in ("find", "get", "put")
+            FarClient(name, address, deadline_s, python) for name in ("find", "get", "put")
         )
         self._lock = threading.Lock()  # of what follows
         self._counts: Counter[str] = Counter()
         self._there: OrderedDict[bytes, Stored] = OrderedDict()
         self._refused: OrderedDict[bytes, None] = OrderedDict()  # and too large, or damaged
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._unmade: dict[bytes, float] = {}  # given up at this time
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
         self._queued: list[bytes] = []
+        self._after = self._opened = (
+            0  # the journal's page that comes next, and far clients opened so far
+        )
+        self._markers = Markers(seal, store.id, self._puts)
         self._ends, self._moves = threading.Event(), threading.Event()
         self._threads = [
-            threading.Thread(target=self._follow, name="pd-carrier-put", daemon=True),
-            threading.Thread(target=self._move, name="pd-carrier-move", daemon=True),
+            LastingThread("pd-carrier-put", self._follow, self._ends, self._turn),
+            LastingThread("pd-carrier-move", self._move, self._ends, self._moves.set),
         ]
-        for thread in self._threads:
-            thread.start()
 
     # For engines
 
@@ -95,7 +119,9 @@ class Carrier:
             return [each.nbytes if each else 0 for each in stored]
 
         try:
-            return Sizes(gallop(len(keys), sizes_of))
+            sizes = gallop(len(keys), sizes_of)
+            self.journal.note(keys[: len(sizes)], there=True)
+            return Sizes(sizes)
         except SilentError:
             self._count("silent_finds")
             return Sizes([], silent=True)
@@ -117,6 +143,36 @@ class Carrier:
         self._moves.set()
         return futures
 
+    def check(self, key: bytes, *, removes: bool) -> Checked:
+        """Read a chunk of the far store and check it as engines do, without keeping it here.
+
+        Args:
+            removes: remove it there if it is damaged.
+        """
+        problems: list[str] = []
+
+        def take(_place: int, data: memoryview) -> None:
+            try:
+                opened = unpacked(key, self._seal.open(stored.name, data))
+                for (name, _), part in zip(opened.table.parts, opened.parts, strict=True):
+                    if problem := sound(key, name, InMemory(part)):
+                        problems.append(f"{name}: {problem}")
+            except PoolError as error:
+                problems.append(str(error))
+
+        try:
+            (stored_there,) = self._look(self._gets, [key])
+            if stored_there is None:
+                return Checked(0)
+            stored = stored_there
+            self._gets.get([stored.name], [stored.nbytes], take)
+            if problems and removes:
+                self._gets.remove([stored.name])
+                self._know(key, None)
+        except SilentError as error:
+            return Checked(0, silent=f"the far store: {error}")
+        return Checked(stored.nbytes, "; ".join(problems))
+
     def status(self) -> Status:
         """What was done so far."""
         clients = self._clients
@@ -124,10 +180,15 @@ class Carrier:
             counts = dict(self._counts)
             waiting = len(self._waiting)
         counts["client_restarts"] = sum(client.killed for client in clients)
+        counts["errors"] = sum(each.errors for each in self._threads) + sum(
+            client.errors for client in clients
+        )
         problem = next((client.problem for client in clients if not client.is_ready), "")
         return Status(
             far=self._shown,
             sealed=self._seal.is_on,
+            mark=self.journal.far,
+            most_bytes=self._most_bytes,
             problem=problem,
             waiting=waiting,
             counts=counts,
@@ -162,6 +223,7 @@ class Carrier:
                 self._there[key] = stored
                 while len(self._there) > _MOST_KNOWN:
                     self._there.popitem(last=False)
+        self.journal.note([key], stored is not None)
 
     def _look(self, client: FarClient, keys: Sequence[bytes]) -> list[Stored | None]:
         """Where each chunk is. Raises SilentError."""
@@ -180,37 +242,81 @@ class Carrier:
     # Putting
 
     def _follow(self) -> None:
-        after = opened = 0
-        while not self._ends.wait(_FOLLOWS_S):
-            if (count := sum(client.opened for client in self._clients)) > opened:
-                opened = count
-                with self._lock:  # the far store may have restarted, and have lost what it had
-                    self._there.clear()
-                    self._refused.clear()
-            with contextlib.suppress(PoolError):
-                page = self._store.journal(after)
-                after = page.next
+        """One turn: read what is new in the journal, and put what waits."""
+        if self._ends.wait(_FOLLOWS_S):
+            return
+        if (count := sum(client.opened for client in self._clients)) > self._opened:
+            self._opened = count
+            self._begin_again()
+        with contextlib.suppress(SilentError):
+            if self._puts.is_ready and self._markers.are_lost(time.monotonic()):
+                logger.warning(
+                    "carrier: the far store has lost objects; what it lacks is put again"
+                )
+                self._count("begun_again")
+                self._begin_again()
+        with contextlib.suppress(SilentError):
+            self._read_mark(time.monotonic())
+        with contextlib.suppress(PoolError):
+            self._read_journal()
+        self._look_again(time.monotonic())
+        while self._waiting and not self._ends.is_set() and self._puts.is_ready:
+            chunks = self._next()
+            try:
+                self._put(chunks)
+            except SilentError:
+                break
+            except Exception:
+                logger.exception("carrier: %d chunks were not put", len(chunks))
+                self._count("failed", len(chunks))
+                self._tried(chunks)
+
+    def _read_mark(self, now_s: float) -> None:
+        """Learn whether this is the far store of before, with what routers know of it. Raises SilentError."""
+        if now_s < self._reads_mark_s or not self._puts.is_ready:
+            return
+        self._reads_mark_s = now_s + _MARKS_S
+        if self.journal.is_of(read_mark(self._puts, self._seal)):
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """The far store may have restarted, and have lost what it had: the whole journal is read again."""
+        with self._lock:
+            self._there.clear()
+            self._refused.clear()
+        self._after = 0
+
+    def _read_journal(self) -> None:
+        """One page. Raises PoolError."""
+        page = self._store.journal(self._after)
+        self._after = page.next
+        with self._lock:
+            for event in page.events:
+                self._refused.pop(event.key, None)
+                if not event.tier:
+                    self._waiting.pop(event.key, None)
+                    self._unmade.pop(event.key, None)
+                elif event.key not in self._there:
+                    self._waiting[event.key] = None
+            while len(self._waiting) > _MOST_WAITING:
+                self._waiting.popitem()
+                self._counts["left_out"] += 1
+
+    def _look_again(self, now_s: float) -> None:
+        """Put chunks whose entry is made by now."""
+        for key, until_s in list(self._unmade.items()):
+            is_made = next(self._store.chunks([key]), None) is not None
+            if is_made or now_s >= until_s:
+                del self._unmade[key]
+            if is_made:
                 with self._lock:
-                    for event in page.events:
-                        self._refused.pop(event.key, None)
-                        if not event.tier:
-                            self._waiting.pop(event.key, None)
-                        elif event.key not in self._there:
-                            self._waiting[event.key] = None
-                    while len(self._waiting) > _MOST_WAITING:
-                        self._waiting.popitem()
-                        self._counts["left_out"] += 1
-            while self._waiting and not self._ends.is_set() and self._puts.is_ready:
-                chunks = self._next()
-                try:
-                    self._put(chunks)
-                except SilentError:
-                    break
-                except Exception:
-                    logger.exception("carrier: %d chunks were not put", len(chunks))
-                    with self._lock:
-                        self._counts["failed"] += len(chunks)
-                    self._tried(chunks)
+                    self._waiting[key] = None
+
+    def _turn(self) -> None:
+        """After an error: another chunk is tried first."""
+        with self._lock:
+            if self._waiting:
+                self._waiting.move_to_end(next(iter(self._waiting)))
 
     def _next(self) -> list[Chunk]:
         """The chunks to be put next, each after its parent."""
@@ -225,6 +331,8 @@ class Carrier:
             if not chain:
                 with self._lock:
                     self._waiting.pop(first, None)
+                    if len(self._unmade) < _MOST_WAITING:
+                        self._unmade.setdefault(first, time.monotonic() + _MADE_WITHIN_S)
             for chunk in chain:
                 if chunk.key not in chunks:
                     chunks[chunk.key] = chunk
@@ -279,8 +387,16 @@ class Carrier:
         except PoolError:
             self._count("gone")
             return None
-        if self._seal.sealed_bytes(packed.nbytes) > self._most_bytes:
+        if (nbytes := self._seal.sealed_bytes(packed.nbytes)) > self._most_bytes:
             packed.close()
+            if not self._counts["too_large"]:
+                logger.warning(
+                    "carrier: a chunk has %d bytes, and %s takes %d: such chunks stay on this host; keep them in half the bytes "
+                    "(config key pool.codec: int8), or use a store that takes larger objects (--far)",
+                    nbytes,
+                    self._shown,
+                    self._most_bytes,
+                )
             self._count("too_large")
             return None
         return packed
@@ -310,19 +426,19 @@ class Carrier:
     # Bringing
 
     def _move(self) -> None:
-        while not self._ends.is_set():
-            self._moves.wait()
-            self._moves.clear()
-            while keys := self._take_asked():
-                try:
-                    self._bring(keys)
-                except SilentError as error:
-                    for key in keys:
-                        self._brought(key, Miss.LATE, f"the far store: {error}")
-                except Exception as error:
-                    logger.exception("carrier: chunks were not brought")
-                    for key in keys:
-                        self._brought(key, Miss.REFUSED, repr(error))
+        """One turn: wait until chunks are asked for, and bring them."""
+        self._moves.wait()
+        self._moves.clear()
+        while keys := self._take_asked():
+            try:
+                self._bring(keys)
+            except SilentError as error:
+                for key in keys:
+                    self._brought(key, Miss.LATE, f"the far store: {error}")
+            except Exception as error:
+                logger.exception("carrier: chunks were not brought")
+                for key in keys:
+                    self._brought(key, Miss.REFUSED, repr(error))
 
     def _take_asked(self) -> list[bytes]:
         with self._lock:

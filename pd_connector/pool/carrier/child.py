@@ -55,9 +55,26 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 _requests = msgspec.msgpack.Decoder(Open | Call)
 
 
-def serve(channel: socket.socket, shared: int) -> None:
+class _Shared:
+    """The memory that is shared with the carrier. It stays mapped from call to call: each new mapping is filled page by page."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._memory: mmap.mmap | None = None
+
+    def room(self, nbytes: int) -> memoryview:
+        """Its first bytes."""
+        # The carrier cuts the file off after a large call: what is mapped beyond it must not be touched.
+        length = os.fstat(self._descriptor).st_size
+        if self._memory is None or len(self._memory) != length:
+            self._memory = mmap.mmap(self._descriptor, length)
+        return memoryview(self._memory)[:nbytes]
+
+
+def serve(channel: socket.socket, descriptor: int) -> None:
     """Answer calls until the carrier closes the channel."""
     store: FarStore | None = None
+    shared = _Shared(descriptor)
     while data := channel.recv(MOST_MESSAGE):
         message = _requests.decode(data)
         number, values, problem = 0, [], ""
@@ -76,7 +93,7 @@ def serve(channel: socket.socket, shared: int) -> None:
         store.close()
 
 
-def _called(store: FarStore, call: Call, shared: int) -> list[int]:
+def _called(store: FarStore, call: Call, shared: _Shared) -> list[int]:
     if call.method == "has":
         return store.has(call.names)
     if call.method == "remove":
@@ -84,7 +101,7 @@ def _called(store: FarStore, call: Call, shared: int) -> list[int]:
         return []
     if not (nbytes := sum(call.sizes)):
         return [0] * len(call.names)
-    with mmap.mmap(shared, nbytes) as memory, memoryview(memory) as room:
+    with shared.room(nbytes) as room:
         places = _places(room, call.sizes)
         try:
             if call.method == "get":

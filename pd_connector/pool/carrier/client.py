@@ -7,7 +7,6 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,8 @@ from typing import NoReturn
 import msgspec
 
 from pd_connector.pool.carrier.child import MOST_MESSAGE, Answer, Call, Open
+from pd_connector.pool.carrier.lasting import LastingThread
+from pd_connector.pool.far.environment import command
 
 logger = logging.getLogger("pd_connector.pool.carrier")
 
@@ -41,10 +42,12 @@ class FarClient:
         name: of what it is for, in logs.
         address: of the store.
         deadline_s: of a call that moves no bytes.
+        python: the Python that runs the child; empty: this one.
     """
 
-    def __init__(self, name: str, address: str, deadline_s: float) -> None:
+    def __init__(self, name: str, address: str, deadline_s: float, python: str = "") -> None:
         self._name, self._address, self._deadline_s = name, address, deadline_s
+        self._python = python
         self._lock = threading.Lock()
         self._shared = os.memfd_create(f"pd-far-{name}", os.MFD_CLOEXEC)
         self._memory: mmap.mmap | None = None
@@ -53,8 +56,8 @@ class FarClient:
         self._ready: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.problem = "is being opened"
         self.killed = self.opened = 0
-        self._keeper = threading.Thread(target=self._keep, name=f"pd-far-{name}", daemon=True)
-        self._keeper.start()
+        self._pause_s = _FIRST_PAUSE_S
+        self._keeper = LastingThread(f"pd-far-{name}", self._keep, self._ends)
 
     @property
     def is_ready(self) -> bool:
@@ -65,6 +68,11 @@ class FarClient:
     def pid(self) -> int:
         """The child's process id; 0 if there is none."""
         return self._ready[0].pid if self._ready else 0
+
+    @property
+    def errors(self) -> int:
+        """How often the thread that keeps the child has failed, and gone on."""
+        return self._keeper.errors
 
     def has(self, names: Sequence[str]) -> list[int]:
         """The bytes of each object. Raises SilentError."""
@@ -167,13 +175,14 @@ class FarClient:
         raise SilentError(problem) from None
 
     def _keep(self) -> None:
-        """Start the child, and start it again when it is broken."""
-        pause_s = _FIRST_PAUSE_S
-        while not self._ends.is_set():
-            self._broken.clear()
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            process = self._started(theirs)
-            theirs.close()
+        """Start the child, and wait until it is broken."""
+        self._broken.clear()
+        if self._ends.is_set():  # since before that
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                process = self._started(theirs)
             try:
                 self._opened(process, ours)
                 began_s = time.monotonic()
@@ -182,35 +191,29 @@ class FarClient:
                         self._ready, self.problem = None, "its client has died"
                         break
                 if time.monotonic() - began_s > _LONGEST_PAUSE_S:
-                    pause_s = _FIRST_PAUSE_S
+                    self._pause_s = _FIRST_PAUSE_S
             except (OSError, ValueError, EOFError, SilentError) as error:
                 self.problem = str(error)
             finally:
                 self._ready = None
                 process.kill()
                 process.wait()
-                ours.close()
-            if not self._ends.is_set():
-                logger.warning(
-                    "far store (%s): %s; it is opened again in %.1f s, and engines compute meanwhile",
-                    self._name,
-                    self.problem,
-                    pause_s,
-                )
-            self._ends.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if self._ends.is_set():
+            return
+        logger.warning(
+            "far store (%s): %s; it is opened again in %.1f s, and engines compute meanwhile",
+            self._name,
+            self.problem,
+            self._pause_s,
+        )
+        self._ends.wait(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _started(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         shared = self._shared
-        command = [
-            sys.executable,
-            "-m",
-            "pd_connector.pool.carrier.child",
-            str(theirs.fileno()),
-            str(shared),
-        ]
+        descriptors = str(theirs.fileno()), str(shared)
         return subprocess.Popen(
-            command,
+            command(self._python, "pd_connector.pool.carrier.child", *descriptors),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), shared),

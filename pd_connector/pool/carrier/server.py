@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -15,13 +14,16 @@ import msgspec
 
 from pd_connector.errors import ConfigError
 from pd_connector.pool.carrier.carrier import Carrier
+from pd_connector.pool.carrier.lasting import LastingThread
 from pd_connector.pool.carrier.messages import (
     BEAT_S,
     MOST_MESSAGE,
     SOCKET,
     Ask,
+    AskFar,
     Bring,
     Brought,
+    Check,
     Find,
     SocketFolder,
     Waiting,
@@ -51,14 +53,14 @@ class CarrierServer:
         self._carrier, self._path = carrier, folder
         self._folder, self._lock, self._listener = _listening(folder)
         self._connections: set[socket.socket] = set()
-        self._ended = False
+        self._ends = threading.Event()
         self._binding = threading.Lock()  # while the three are replaced, and at the end
-        threading.Thread(target=self._accept, name="pd-carrier-accept", daemon=True).start()
+        LastingThread("pd-carrier-accept", self._accept, self._ends)
 
     def close(self) -> None:
         """Hang up, and remove the socket."""
         with self._binding:
-            self._ended = True
+            self._ends.set()
         with contextlib.suppress(OSError):
             os.unlink(self._folder.path)
         for each in (self._listener, *list(self._connections)):
@@ -69,25 +71,29 @@ class CarrierServer:
         self._folder.close()
 
     def _accept(self) -> None:
-        while not self._ended:
-            try:
-                channel, _ = self._listener.accept()
-            except TimeoutError:
-                self._follow_folder()
-                continue
-            except OSError:  # the end, or no descriptor is left
-                time.sleep(BEAT_S)
-                continue
-            if len(self._connections) >= _MOST_CONNECTIONS or not is_own_user(channel):
-                channel.close()
-                continue
-            self._connections.add(channel)
-            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+        """Take one connection, or look for the folder."""
+        try:
+            channel, _ = self._listener.accept()
+        except TimeoutError:
+            self._follow_folder()
+            return
+        except OSError:  # the end, or no descriptor is left
+            self._ends.wait(BEAT_S)
+            return
+        self._connections.add(channel)
+        try:
+            if len(self._connections) <= _MOST_CONNECTIONS and is_own_user(channel):
+                threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+                return
+        except (OSError, RuntimeError) as error:  # it hung up, or no thread can be started
+            logger.warning("carrier: a connection is not served: %r", error)
+        self._connections.discard(channel)
+        channel.close()
 
     def _follow_folder(self) -> None:
         """If the folder was removed and made again, listen in the new one: engines look there."""
         with self._binding, contextlib.suppress(OSError):
-            if self._ended or self._folder.is_at(self._path):
+            if self._ends.is_set() or self._folder.is_at(self._path):
                 return
             try:
                 made = _listening(self._path)
@@ -105,7 +111,7 @@ class CarrierServer:
             while data := channel.recv(MOST_MESSAGE):
                 self._answer(channel, data)
         except (OSError, msgspec.MsgspecError) as error:
-            if not self._ended:
+            if not self._ends.is_set():
                 logger.info("carrier: an engine's connection ends: %r", error)
         except Exception:
             logger.exception("carrier: a connection ends")
@@ -119,6 +125,10 @@ class CarrierServer:
             _send(channel, encode(self._carrier.find(message.keys)))
         elif isinstance(message, Ask):
             _send(channel, encode(self._carrier.status()))
+        elif isinstance(message, Check):
+            _send(channel, encode(self._carrier.check(message.key, removes=message.remove)))
+        elif isinstance(message, AskFar):
+            _send(channel, encode(self._carrier.journal.page(message.after)))
         elif isinstance(message, Bring):
             futures = self._carrier.bring(message.keys)
             if message.waits and futures:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake Store, through its own client.
 
-    mooncake://MASTER[:PORT][?protocol=tcp|rdma][&devices=NAME,NAME][&host=ADDRESS]
+    mooncake://MASTER[:PORT][?protocol=tcp|rdma][&devices=NAME,NAME][&host=ADDRESS][&admin=PORT]
 
 The client lends no memory. It listens on all addresses without authentication, so Mooncake belongs into a closed network, and a
 key is always needed. Objects are copied out of the client's memory before they are opened: others can write there.
@@ -25,7 +25,9 @@ else:
         MooncakeDistributedStore, _missing = None, str(error)
 
 _PORT = 50051
-_KNOWN = {"protocol": ("tcp", "rdma"), "devices": None, "host": None}
+_ADMIN_PORT = 9003
+"""Port of the master's HTTP server, unless it was started with another `--metrics_port`."""
+_KNOWN = {"protocol": ("tcp", "rdma"), "devices": None, "host": None, "admin": None}
 _BUFFER_BYTES = 256 << 20
 """Memory of the client through which objects pass. It is touched when it is needed."""
 _PREFIX = "pd:"
@@ -53,28 +55,21 @@ class MooncakeStore(FarStore):
                 return f"?{name}=: is not known; there are {', '.join(_KNOWN)}"
             if (values := _KNOWN[name]) and value not in values:
                 return f"?{name}={value}: must be {' or '.join(values)}"
+            if name == "admin" and not (value.isdecimal() and 0 < int(value) < 1 << 16):
+                return f"?admin={value}: must be the port of the master's HTTP server, such as {_ADMIN_PORT}"
         return ""
+
+    @classmethod
+    def admin_port(cls, address: SplitResult) -> int:
+        """The port of the master's HTTP server."""
+        return int(parse_qs(address.query).get("admin", [str(_ADMIN_PORT)])[0])
 
     @classmethod
     def hosts(cls, address: SplitResult) -> list[str]:
         return [address.hostname or "", "every address, on which Mooncake's client listens"]
 
     def __init__(self, address: SplitResult, deadline_s: float) -> None:
-        given = {name: values[0] for name, values in parse_qs(address.query).items()}
-        master = address.hostname or "", address.port or _PORT
-        host = given.get("host") or _own_address(master, deadline_s)
-        self._client: Any = MooncakeDistributedStore()
-        settings = (
-            host,
-            "P2PHANDSHAKE",  # so Mooncake's metadata server, which has no authentication, is never started
-            0,  # bytes lent
-            _BUFFER_BYTES,
-            given.get("protocol", "tcp"),
-            given.get("devices", ""),
-            f"{master[0]}:{master[1]}",
-        )
-        if code := self._client.setup(*settings):
-            raise ConfigError(f"Mooncake's client answers {code} to its setup with {settings}")
+        self._client: Any = new_client(address, deadline_s, _BUFFER_BYTES)
 
     def has(self, names: Sequence[str]) -> list[int]:
         keys = [_PREFIX + name for name in names]
@@ -112,6 +107,34 @@ class MooncakeStore(FarStore):
 
     def close(self) -> None:
         self._client.close()
+
+
+def new_client(address: SplitResult, deadline_s: float, buffer_bytes: int) -> Any:
+    """A client of Mooncake, which lends nothing so far.
+
+    Args:
+        buffer_bytes: of memory through which objects pass.
+
+    Raises:
+        OSError: the master cannot be reached.
+        ConfigError: Mooncake refuses.
+    """
+    given = {name: values[0] for name, values in parse_qs(address.query).items()}
+    master = address.hostname or "", address.port or _PORT
+    host = given.get("host") or _own_address(master, deadline_s)
+    client: Any = MooncakeDistributedStore()
+    settings = (
+        host,
+        "P2PHANDSHAKE",  # so Mooncake's metadata server, which has no authentication, is never started
+        0,  # bytes lent
+        buffer_bytes,
+        given.get("protocol", "tcp"),
+        given.get("devices", ""),
+        f"{master[0]}:{master[1]}",
+    )
+    if code := client.setup(*settings):
+        raise ConfigError(f"Mooncake's client answers {code} to its setup with {settings}")
+    return client
 
 
 def _own_address(master: tuple[str, int], deadline_s: float) -> str:

@@ -10,12 +10,14 @@ from urllib.parse import SplitResult, urlsplit
 from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.extensions import load_entry_points
 from pd_connector.pool.far.base import FAR_STORE_GROUP, FarStore
+from pd_connector.pool.far.environment import problem_there
 
 _BUILT_IN = {
     "redis": "pd_connector.pool.far.redis:RedisStore",
     "rediss": "pd_connector.pool.far.redis:RedisStore",
     "mooncake": "pd_connector.pool.far.mooncake:MooncakeStore",
     "s3": "pd_connector.pool.far.s3:S3Store",
+    "lmcache": "pd_connector.pool.far.lmcache:LMCacheStore",
 }
 """Imported when an address names them: each imports a client of its own."""
 OPTION = "--far"
@@ -49,11 +51,12 @@ def far_class(scheme: str) -> type[FarStore]:
     )
 
 
-def far_address(text: str, *, sealed: bool) -> tuple[type[FarStore], SplitResult]:
+def far_address(text: str, *, sealed: bool, python: str = "") -> tuple[type[FarStore], SplitResult]:
     """Check the address of a far store.
 
     Args:
         sealed: whether there is a key. Without one only loopback addresses are accepted.
+        python: the Python whose environment has the store's client; empty: this one.
 
     Raises:
         ConfigError: it cannot be used. The text has no password.
@@ -75,7 +78,7 @@ def far_address(text: str, *, sealed: bool) -> tuple[type[FarStore], SplitResult
             f"{OPTION} {shown!r}: must begin with a scheme, such as redis://HOST:6379"
         )
     store = far_class(address.scheme)
-    if problem := store.problem(address):
+    if problem := problem_there(python, text) if python else store.problem(address):
         raise ConfigError(f"{OPTION} {shown}: {problem}")
     if not sealed:
         for host in store.hosts(address):

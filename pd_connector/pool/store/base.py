@@ -6,7 +6,7 @@ names and lengths, and neither header nor record. A chunk exists when all its pa
 
 Looking up  `find`, `pin`, `unpin`, `was_stored`
 Saving      `begin` -> `Writing`: `write`, then `publish` or `cancel`
-Loading     `bring`, then `read` -> `Reading`: `take`, `into`, `close`
+Loading     `brings_at_once`, `bring`, then `read` -> `Reading`: `take`, `into`, `close`
 Keeping     `remove`, `journal`, `status`, `take_failures`, `close`
 Knowing     `keys`, `chunks`, `id`, `advertise`, `advertised`
 
@@ -267,6 +267,10 @@ class Store(ABC):
             PoolError: LATE, the far store does not answer; REFUSED, this host has no room; DAMAGED, what the far store has
                 is not what was put. The chunk was removed there.
         """
+
+    def brings_at_once(self, key: bytes) -> bool:
+        """Whether `bring` of this chunk does not wait, because it is on this host or cannot come from afar."""
+        return True
 
     @abstractmethod
     def read(self, key: bytes, part: str) -> Reading:

@@ -46,6 +46,9 @@ class ReachingStore(Store):
             (match,) = self.host.find([key])
         return match
 
+    def brings_at_once(self, key: bytes) -> bool:
+        return not self.carrier.is_there or self.host.find([key])[0] is not None
+
     def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
         here = self.host.pin(keys, for_s, holder, tenants)
         if not holder:

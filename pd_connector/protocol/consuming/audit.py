@@ -16,7 +16,7 @@ from pd_connector.kv.audit_tolerance import Tolerance, tolerance
 from pd_connector.kv.coding import ELEMENT_BYTES, RAW, Part
 from pd_connector.kv.geometry import DRAFT_LAYERS
 from pd_connector.plan.route import Route
-from pd_connector.protocol.consuming.experts import MOST_MOVED, Moved, MovedTokens
+from pd_connector.protocol.consuming.experts import MOST_MOVED, REACH, Moved, MovedTokens
 from pd_connector.protocol.wire.peers import Source
 
 Problem = tuple[Cause, str]
@@ -69,10 +69,11 @@ class Counterpart(NamedTuple):
 
 
 class _Far(NamedTuple):
-    """A page or a token of a layer whose distance is too large."""
+    """A page, a token or a state of a layer whose distance is too large."""
 
-    tokens: range
+    tokens: range  # of a state: those that it depends on most
     problem: str
+    of_state: bool = False
 
 
 class Comparison:
@@ -122,7 +123,7 @@ class Comparison:
                 (self.largest_token, distance.by_token),
             ):
                 largest[part] = max(largest.get(part, 0.0), *distances)
-            if self._moved is not None:
+            if self._moved is not None and not distance.section:
                 self._moved.add(layer, part, distance.span, distance.moved)
             far = self._far.setdefault(layer, [])
             for each in _far(distance, route.destination.page_size, allowed):
@@ -141,6 +142,9 @@ class Comparison:
         # What comes after the first wrong layer may be wrong because of it.
         if wrong := min(self._wrong(), key=itemgetter(0), default=None):
             return Cause.AUDIT, wrong[1]
+        if unsure := next((far for layer in self._far for far in self._unsure(layer)), None):
+            detail = f"a token shortly before this state met other experts here: {unsure.problem}"
+            return Cause.WINDOW, detail
         compared = {layer for layer, _ in self._sums}
         for route in routes:
             if route.section is not None and not self._states:
@@ -157,17 +161,28 @@ class Comparison:
         """What is wrong, as (layer, problem); nothing for layers that are right."""
         for (layer, part), (apart, own, allowed) in self._sums.items():
             excused = self._moved.excused(layer, allowed.token) if self._moved else set()
+            unsure = self._unsure(layer)
             for far in self._far[layer]:
-                if excused.isdisjoint(far.tokens):
+                if far not in unsure and (far.of_state or excused.isdisjoint(far.tokens)):
                     yield layer, far.problem
                     break
             else:
+                if unsure:
+                    continue
                 if self._moved:
                     apart -= self._moved.apart(layer, part, excused)
                 distance = relative(apart, own)
                 if not distance <= allowed.layer:
                     where = f"layer {layer}, all its pages together, {_name(part)}"
                     yield layer, _differs(where, distance, allowed.layer)
+
+    def _unsure(self, layer: int) -> list[_Far]:
+        """The parts of a layer's state that other experts may have moved."""
+        if self._moved is None or layer == 0:
+            return []
+        return [
+            far for far in self._far[layer] if far.of_state and self._moved.moved_in(far.tokens)
+        ]
 
     def __str__(self) -> str:
         if not self.pages:
@@ -260,7 +275,8 @@ def _far(layer: Distance, page_size: int, allowed: Tolerance) -> Iterator[_Far]:
         for distance, most in state:
             if not distance <= most:
                 where = f"layer {layer.layer}, {layer.section} of the state"
-                yield _Far(range(0), _differs(where, distance, most))
+                reach = range(layer.span.stop - REACH, layer.span.stop)
+                yield _Far(reach, _differs(where, distance, most), of_state=True)
         return
     pages = zip(layer.pages, layer.by_page, strict=True)
     worst = zip(layer.tokens, layer.by_token, strict=True)

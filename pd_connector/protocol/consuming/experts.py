@@ -6,7 +6,10 @@ experts, and both are right. From the next layer on the token's KV differs betwe
 error:
 
 - In the first layer no token has passed an expert.
-- The token's difference continues in the next layer. The error of a wrong chunk ends with the chunk's layers.
+- The token's difference continues in the next layer that keeps KV of it. The error of a wrong chunk ends with the chunk's
+  layers.
+
+A recurrent state takes in all tokens, the last ones most. So a state behind a token that has moved shows nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,6 +21,8 @@ MOVED = 1 / 16
 """Distance from which on a token counts as moved by other experts. Rounding alone stays below."""
 MOST_MOVED = 1024
 """Most moved tokens that are kept of a chunk, or of a layer. With more of them the whole layer's distance is large, too."""
+REACH = 64
+"""A token that has moved may move states up to this number of tokens behind it."""
 _MOST_SHARE = 1 / 4
 """If more than this part of a layer's tokens is far apart, experts are not the cause."""
 
@@ -62,14 +67,21 @@ class MovedTokens:
         compared = set[int]().union(*self._spans.get(layer, ()))
         if layer == 0 or len(far) > _MOST_SHARE * len(compared):
             return set()
-        following = self._moved.get(layer + 1, {})
-        spans = self._spans.get(layer + 1, ())
-        full = len(following) >= MOST_MOVED
-        return {
-            token
-            for token in far
-            if token in following or full or not any(token in span for span in spans)
-        }
+        return {token for token in far if self._continues(token, layer)}
+
+    def moved_in(self, tokens: range) -> bool:
+        """Whether any of these tokens has moved, in any layer."""
+        return any(token in tokens for layer in self._moved.values() for token in layer)
+
+    def _continues(self, token: int, layer: int) -> bool:
+        """Whether a token has moved in the next layer in which it was compared, too. True if there is none: other layers keep
+        states, have dropped it, or are another rank's."""
+        later = sorted(number for number in self._spans if number > layer)
+        for number in later:
+            if any(token in span for span in self._spans[number]):
+                moved = self._moved[number]
+                return token in moved or len(moved) >= MOST_MOVED
+        return True
 
     def distances(self, layer: int) -> Iterator[tuple[int, float]]:
         """Each moved token of a layer with its distance: the larger one of K and V."""

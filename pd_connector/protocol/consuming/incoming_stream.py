@@ -108,6 +108,7 @@ class IncomingStream:
             provisional=True,
             coded=self.coded,
             state_token=load.state_token or msgspec.UNSET,
+            compares=load.compares or msgspec.UNSET,
         )
 
     def landed(self, nbytes: int, now: float) -> None:

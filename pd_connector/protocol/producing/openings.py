@@ -159,7 +159,7 @@ class Openings:
                 del outgoing.streams[session]
                 outgoing.refused.add(session)
                 return [_refusal(session, transfer, *problem)]
-        elif (problem := offer.state_problem(stream.message, stream.routes)) is not None:
+        elif (problem := offer.late_problem(stream.message, stream.routes)) is not None:
             return self.fail(session, transfer, *problem)
         provisional = not offer.final and (self._provisional or offer.provisional)
         stream.leased_only = provisional and not stream.message.provisional

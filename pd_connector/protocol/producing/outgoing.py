@@ -34,6 +34,8 @@ class Offer(NamedTuple):
     state_token: int = 0
     # The page behind it has the states after [0, boundary_token), for audits; 0: there is none.
     boundary_token: int = 0
+    # A window behind a prefix hit was computed without the tokens before it, so other engines compute other KV.
+    approximated: bool = False
 
     def problem(
         self, message: messages.Open, routes: Sequence[Route], slot_bytes: int
@@ -53,12 +55,15 @@ class Offer(NamedTuple):
         if not least <= message.chunk_bytes <= slot_bytes:
             fits = f"{least} to {slot_bytes} (a slot)"
             return Cause.GEOMETRY, f"chunks of {message.chunk_bytes} bytes: here {fits}"
-        return self.state_problem(message, routes)
+        return self.late_problem(message, routes)
 
-    def state_problem(
+    def late_problem(
         self, message: messages.Open, routes: Sequence[Route]
     ) -> tuple[Cause, str] | None:
-        """Why its states do not stand where a consumer wants them, as (cause, detail); or None."""
+        """What a later offer of the same prompt may not fit any more, as (cause, detail); or None. Its states do not stand where
+        the consumer wants them, or it shows nothing by comparison."""
+        if message.compares is True and self.approximated:
+            return Cause.WINDOW, "the engine replayed a window behind a prefix hit: not compared"
         needed = message.state_token or 0
         offered = 0, self.state_token, self.boundary_token
         if needed in offered or all(r.section is None for r in routes):

@@ -122,7 +122,8 @@ class Open(Message, frozen=True):
     `bytes_per_s` is the measured rate of the link; 0: not measured. With `direct` the consumer can read the producer's
     pages. With `provisional` it can wait as `Accept.provisional` asks. If it is not `coded`, all chunks come in `raw`; the
     producer must have said that it can do this (`Welcome.plain`). With `state_token` states are sent as they stand after that
-    number of tokens; without it none are.
+    number of tokens; without it none are. With `compares` the KV is compared with what the consumer computes, so a producer
+    that has approximated it refuses.
     """
 
     transfer: Name
@@ -138,6 +139,7 @@ class Open(Message, frozen=True):
     provisional: bool = False
     coded: bool = True
     state_token: Positive | msgspec.UnsetType = msgspec.UNSET
+    compares: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Accept(Message, frozen=True):

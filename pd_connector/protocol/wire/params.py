@@ -76,6 +76,9 @@ class TransferParams(msgspec.Struct, frozen=True):
     keeps_states: bool = False
     """In an answer to `describe`, of an engine that computes every prompt whole (SGLang): its model keeps recurrent states,
     so a decode engine that computes the last token (vLLM) needs a prefill of the prompt without it."""
+    left_tokens: _Count | None = None
+    """Tokens at the end of each prompt that the producer leaves to the decode engine (vLLM: models with states, several MTP
+    modules). Without it a decode engine counts as many as it would leave itself."""
 
     def peers(self) -> tuple[Peer, ...]:
         """The producer's ranks. Needs `remote_host` and `remote_port`."""
@@ -110,7 +113,8 @@ class ProducerAddress(NamedTuple):
     seal: str = ""  # the producer's proof of this address
     data_ports: tuple[int, ...] = ()  # of its ranks, for firewall rules
     consumes: bool = True  # whether the engine can also fetch KV
-    keeps_states: bool = False  # see `TransferParams`
+    keeps_states: bool = False  # see `TransferParams`, and so is the next
+    left_tokens: int | None = None
 
     @property
     def host(self) -> str:
@@ -138,6 +142,7 @@ class ProducerAddress(NamedTuple):
             **self._context(),
             **({"remote_seal": self.seal} if self.seal else {}),
             **({"keeps_states": True} if self.keeps_states else {}),
+            **({} if self.left_tokens is None else {"left_tokens": self.left_tokens}),
         }
 
     def _context(self) -> dict[str, Any]:
@@ -204,6 +209,7 @@ def parse_address(params: object) -> ProducerAddress | None:
         parsed.remote_seal,
         consumes=parsed.consumes,
         keeps_states=parsed.keeps_states,
+        left_tokens=parsed.left_tokens,
     )
 
 

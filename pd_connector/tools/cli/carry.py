@@ -20,7 +20,13 @@ from pd_connector.pool.store.tier_storage import Space
 from pd_connector.tools.cli.app import fail
 
 
-def run(far: str, key_file: Path | None, answers_within_s: float, folder: Path | None) -> None:
+def run(
+    far: str,
+    key_file: Path | None,
+    answers_within_s: float,
+    client_python: str,
+    folder: Path | None,
+) -> None:
     """Serve until SIGTERM or SIGINT. Ends the command if something cannot be used."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
@@ -30,11 +36,11 @@ def run(far: str, key_file: Path | None, answers_within_s: float, folder: Path |
         signal.signal(number, lambda *_: ends.set())
     try:
         seal = Seal(read_keys(key_file) if key_file else ())
-        kind, _ = far_address(far, sealed=seal.is_on)
+        kind, _ = far_address(far, sealed=seal.is_on, python=client_python)
         with contextlib.ExitStack() as opened:
             store, memory = _host_store(folder)
             opened.callback(store.close)
-            carrier = Carrier(store, seal, far, kind.most_bytes, answers_within_s)
+            carrier = Carrier(store, seal, far, kind.most_bytes, answers_within_s, client_python)
             opened.callback(carrier.close)
             server = CarrierServer(carrier, memory)
             opened.callback(server.close)

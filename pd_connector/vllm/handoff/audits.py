@@ -68,13 +68,10 @@ class Audits:
     Args:
         windows: of the engine's page tables.
         states: the page tables that list states.
-        left: tokens at the end of a prompt that a producer leaves to this engine.
         ranks: number of ranks; each compares the KV that it holds.
     """
 
-    def __init__(
-        self, config: Config, windows: Windows, states: StateTables, left: int, ranks: int
-    ) -> None:
+    def __init__(self, config: Config, windows: Windows, states: StateTables, ranks: int) -> None:
         self._off = config.audit == "off"
         self._share = config.audit_share
         self._keep_s = config.stall_timeout_s
@@ -82,7 +79,6 @@ class Audits:
         self._retry_s = config.session_timeout_s
         self._windows = windows
         self._states = states
-        self._left = left
         self._held = HeldStates(states)
         self._ranks = ranks
         self._passed: dict[Pair, None] = {}
@@ -122,18 +118,19 @@ class Audits:
             self._chosen[request_id] = self._share > 0 and random.random() < self._share
         return self._chosen[request_id] and self._eligible(request, fetch, missing)
 
+    def wants(self, request: "Request", fetch: Fetch, missing: int) -> bool:
+        """Whether an audit would begin with this request now. `missing`: see `computes`."""
+        return self.computes(request, fetch, missing) and self._eligible(request, fetch, missing)
+
     def begin(self, request: "Request", fetch: Fetch, unchanged: Callable[[], bool]) -> bool:
         """vLLM has allocated pages to compute a prompt; returns whether it will be audited.
 
         Args:
             unchanged: asked after the prompt was computed: does the adapter still have the fetch's content?
         """
-        missing = fetch.tokens - fetch.computed_tokens
-        if not self.computes(request, fetch, missing):
+        if not self.wants(request, fetch, fetch.tokens - fetch.computed_tokens):
             return False
-        if not self._eligible(request, fetch, missing):
-            return False
-        position = 0 if fetch.pair in self._kv_only else self._position(request)
+        position = 0 if fetch.pair in self._kv_only else self._position(request, fetch)
         self._audits[request.request_id] = _Audit(fetch, unchanged, state_token=position)
         return True
 
@@ -243,18 +240,17 @@ class Audits:
             logger.info("audits of engine %s compare its KV without its states: %s", engine, why)
         self._kv_only[pair] = None
 
-    def _position(self, request: "Request") -> int:
+    def _position(self, request: "Request", fetch: Fetch) -> int:
         """Where vLLM keeps the states of a prompt on both engines; 0: nowhere. The producer's prompt is shorter by the
         tokens that it leaves, and it also offers the states at its end."""
-        tokens = request.num_prompt_tokens
-        position, end = self._states.boundary(tokens), tokens - self._left
+        position, end = self._states.boundary(request.num_prompt_tokens), fetch.tokens
         return position if position in (end, self._states.boundary(end)) else 0
 
     def _eligible(self, request: "Request", fetch: Fetch, missing: int) -> bool:
         """Whether an audit of this producer can begin with a request of `missing` missing tokens."""
         pair = fetch.pair
         if self._states and self._states.keeps_boundaries and pair not in self._kv_only:
-            position = self._position(request)
+            position = self._position(request, fetch)
             if not 0 < position <= fetch.tokens:
                 self._say_short(pair)
                 return False  # no state to compare

@@ -93,12 +93,14 @@ class Fetching(Part):
     Args:
         windows: page sizes and windows of the engine's page tables.
         states: the page tables that list states.
-        left: tokens at the end of a prompt that a producer leaves to this engine.
+        left: tokens at the end of a prompt that this engine computes itself, and that a producer leaves to it if its address
+            does not say how many.
         ranks: number of ranks of this engine.
         status: says whether a request's KV may be compared.
         unfilled: gets the loads.
         uncomputable: requests that only a fetch can serve.
         adapters: what is known of the engine's adapters.
+        replays: vLLM replays a window behind a prefix hit.
     """
 
     def __init__(
@@ -113,7 +115,10 @@ class Fetching(Part):
         unfilled: PartialPages,
         uncomputable: Uncomputable,
         adapters: Adapters,
+        *,
+        replays: bool = False,
     ) -> None:
+        self._replays = replays
         self._status, self._states, self._left = status, states, left
         self._partial_pages = unfilled
         self._telemetry = telemetry
@@ -123,7 +128,7 @@ class Fetching(Part):
         outdated = StaleAdapterPages(adapters, uncomputable, self._given_up)
         self.rules: tuple[PageRule, ...] = (outdated, FetchGoesFirst(self._computes))
         self._recomputed = Recomputed(windows.page_sizes)
-        self.audits = Audits(config, windows, states, left, ranks)
+        self.audits = Audits(config, windows, states, ranks)
 
     def bind(self, manager: "KVCacheManager") -> None:
         self._recomputed.free_pages = manager.block_pool.get_num_free_blocks
@@ -161,16 +166,19 @@ class Fetching(Part):
         needed = request.num_prompt_tokens - max(1, self._left)  # the others are computed here
         tokens = min(self.tokens(request, params), max(0, needed))
         stage = Stage.WATCHED if watch else Stage.HELD
-        self._fetches[request.request_id] = Fetch(
-            params.remote_request_id, *identity, peers, params.wait, tokens, stage
-        )
+        fetch = Fetch(params.remote_request_id, *identity, peers, params.wait, tokens, stage)
+        self._fetches[request.request_id] = fetch
+        compares = self._replays and request.request_id not in self._uncomputable
+        if compares and self.audits.wants(request, fetch, tokens):
+            request.skip_reading_prefix_cache = True  # KV behind a hit is not compared
 
     def tokens(self, request: "Request", params: TransferParams) -> int:
         """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
         appended its first token. A producer may leave the prompt's last tokens to its consumer."""
         if params.remote_num_tokens is not None:
             return params.remote_num_tokens
-        return max(0, int(request.num_prompt_tokens) - self._left)
+        left = self._left if params.left_tokens is None else params.left_tokens
+        return max(0, int(request.num_prompt_tokens) - left)
 
     def queued(self, request: "Request") -> None:
         self._uncomputable.add(request)

@@ -37,14 +37,25 @@ def stop_after_prompt(request: "Request") -> None:
     request.max_tokens = 1
 
 
-def leave_tokens(request: "Request", count: int) -> None:
-    """Take `count` tokens off a prompt that has just been queued.
+def takes_inputs_whole(vllm_config: "VllmConfig") -> bool:
+    """Whether vLLM ends a step before an image, or another input, whose tokens are not all in the step, and schedules nothing
+    more of a request that has only a part of them: it counts the tokens that drafts read ahead as computed."""
+    reads_ahead = vllm_config.num_prefill_lookahead_tokens > 0
+    return bool(vllm_config.scheduler_config.disable_chunked_mm_input) and reads_ahead
+
+
+def leave_tokens(request: "Request", count: int, *, inputs_whole: bool = False) -> None:
+    """Take `count` tokens off a prompt that has just been queued, and images and other inputs that begin among them. An
+    input that begins before them stays whole; its last tokens are not computed.
 
     The sampled token follows the shorter prompt, so it is not an answer. A prompt of no more tokens stays as it is: its
     consumer computes it and fetches nothing.
 
+    Args:
+        inputs_whole: see `takes_inputs_whole`.
+
     Raises:
-        ValueError: the request wants to know more of its prompt than a shorter one has.
+        ValueError: the request wants to know more of its prompt than a shorter one has, or vLLM cannot compute it.
     """
     params = request.sampling_params
     if params is not None and params.prompt_logprobs is not None:
@@ -56,6 +67,15 @@ def leave_tokens(request: "Request", count: int) -> None:
     if tokens < 1:
         return
     assert request.prompt_token_ids is not None  # `check_movable` has seen to it
+    places = [feature.mm_position for feature in request.mm_features]
+    if inputs_whole and any(p.offset < tokens < p.offset + p.length for p in places):
+        raise ValueError(
+            f"an image or other input ends within the prompt's last {count} tokens, which are left to the decode engine, and "
+            "vLLM computes no part of an input: leave out --disable-chunked-mm-input"
+        )
+    request.mm_features = [
+        feature for feature in request.mm_features if feature.mm_position.offset < tokens
+    ]
     # vLLM's own object may belong to the client's half of the engine, too.
     request.prompt_token_ids = request.prompt_token_ids[:tokens]
     del request._all_token_ids[tokens:]

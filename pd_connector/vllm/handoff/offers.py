@@ -2,6 +2,7 @@
 """The prompts that an engine computes for consumers: the offers of their KV, and how long their pages are kept."""
 
 import json
+from itertools import cycle, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from pd_connector.vllm.handoff.streaming import Streaming, kept_pages
 from pd_connector.vllm.identity.loaded_model import LoadedModel
 from pd_connector.vllm.messages import StepCommands
 from pd_connector.vllm.pages.held_states import HeldStates
+from pd_connector.vllm.pages.replayed import WHOLE_EVERY, replayed
 from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.status import PageStatus, Use
 from pd_connector.vllm.pages.windows import Windows
@@ -37,6 +39,7 @@ class Offers(Part):
         model: the model that the ranks have loaded.
         address: this engine's address, as proxies get it.
         streams: whether KV is sent while its prompt is computed.
+        replays: vLLM replays a window behind a prefix hit.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class Offers(Part):
         address: transfer_params.ProducerAddress,
         *,
         streams: bool,
+        replays: bool = False,
     ) -> None:
+        self._whole = cycle(range(WHOLE_EVERY)) if replays else repeat(1)
         self._status = status
         self.address = address
         self._model = model
@@ -96,6 +101,8 @@ class Offers(Part):
             chooses_first: the prompt is whole, so the token that follows it is the first of the answer.
         """
         self._transfers[request.request_id] = transfer, identity, chooses_first
+        if next(self._whole) == 0:
+            request.skip_reading_prefix_cache = True
         if self._states.boundary(request.num_prompt_tokens):
             self._keeps[request.request_id] = request
         if self._streaming:
@@ -166,6 +173,7 @@ class Offers(Part):
             final_token=_final_token(request, transfer, identity) if chooses_first else None,
             state_token=tokens if self._states else 0,
             boundary_token=boundary,
+            approximated=replayed(request),
         )
         answer = transfer_params.response(
             self.address,

@@ -9,6 +9,7 @@ from pd_connector.agent.commands import Command, Revoke
 from pd_connector.kv.geometry import pages_for
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.vllm.messages import Prefill
+from pd_connector.vllm.pages.replayed import replayed
 from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.windows import NULL_PAGE, Windows
 
@@ -23,6 +24,7 @@ class _Prompt:
     identity: bytes
     tokens: int
     provisional: bool  # known to be right only at its end
+    request: "Request"
     pages: list[list[int]] = field(default_factory=list)
     computed: int = 0
     # First offered page of each table, once the prompt is computed; empty before.
@@ -51,7 +53,8 @@ class Streaming:
         # Its adapter may be replaced, or another client's image come under the same identifier.
         provisional = bool(request.lora_request or request.mm_features)
         tokens = request.num_prompt_tokens
-        self._prompts[request.request_id] = _Prompt(transfer, identity, tokens, provisional)
+        prompt = _Prompt(transfer, identity, tokens, provisional, request)
+        self._prompts[request.request_id] = prompt
 
     def discard(self, request_id: str) -> None:
         """The request has ended; it streams no more."""
@@ -113,6 +116,7 @@ class Streaming:
             provisional=prompt.provisional,
             state_token=prompt.tokens if self._states else 0,
             boundary_token=self._states.boundary(prompt.tokens),
+            approximated=replayed(prompt.request),
         )
 
 

@@ -116,6 +116,13 @@ class Scaling:
             if commands:
                 self._reach(scale, failed)
 
+    def keep_out(self) -> None:
+        """Take engines whose `stop_command` runs out of the list again, if another worker has read them in the settings
+        file."""
+        listed = {url for side in SIDES for url in getattr(self._pool.config, side)}
+        for url in self._pool.stopping & listed:
+            self._remove(url)
+
     def forget(self, group: str) -> None:
         """This router no longer decides about the group. Its starts are cancelled: the next router that decides starts its own."""
         for start in self._starts:
@@ -332,6 +339,7 @@ class Scaling:
 
         def ended(task: asyncio.Task[None]) -> None:
             del self._stops[url]
+            self._pool.stopping.discard(url)
             if task.cancelled() and stop.drains and stop.engine and not self._closed:
                 self._pool.drain(stop.engine, False)  # it is needed again
 
@@ -341,6 +349,7 @@ class Scaling:
         pool, (group, role), url = self._pool, stop.side, stop.url
         await self._idle(stop)
         stop.drains = False
+        pool.stopping.add(url)
         self._started.pop(url, None)
         self._remove(url)
         values = {"group": group, "role": role, "url": url}
@@ -377,15 +386,7 @@ class Scaling:
 
     def _remove(self, url: str) -> None:
         """Take an engine out of the list. One that belongs to a name leaves when the name says so."""
-        config = self._pool.config
-        settings: dict[str, Any] = {
-            side: tuple(each for each in getattr(config, side) if each != url) for side in SIDES
-        }
-        for name in ("kv_events", "places"):
-            settings[name] = {
-                each: value for each, value in getattr(config, name).items() if each != url
-            }
         try:
-            self._pool.edit(replace(config, **settings))
+            self._pool.edit(self._pool.config.without({url}))
         except ValueError as error:
             logger.warning("%s stays in the list of engines: %s", url, error)

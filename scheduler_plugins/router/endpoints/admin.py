@@ -143,6 +143,8 @@ async def _add(request: web.Request) -> web.StreamResponse:
     config, url = pool.config, base_url("url", body.url)
     if any(engine.url == url and not pool.leaves(engine) for engine in pool.engines):
         raise ValueError(f"url {url}: the router has this engine already")
+    if url in pool.stopping:
+        raise ValueError(f"url {url}: stop_command runs for it; add it when that has ended")
     events = dict(config.kv_events)
     if body.events:
         events[url] = (body.events, body.replay or None)

@@ -100,6 +100,8 @@ class EnginePool:
         """How often an operator or the settings file has changed the list of engines. 0: it is as at the start."""
         self.drained = set[str]()
         """URLs of the engines that an operator drains."""
+        self.stopping = set[str]()
+        """URLs of engines whose `stop_command` runs here. The settings file may still list them."""
         self.unsent_prompts: list[tuple[str, Hashes]] | None = None
         """Prompts that engines without events have computed, and that other routers do not know of yet: the engine's
         URL, and the hashes. None: nobody else needs them."""
@@ -117,7 +119,7 @@ class EnginePool:
         self._stores = StoreReaders(
             self.caches.prefixes,
             lambda: self._watches,
-            lambda engine, after: self._watches[engine].ask.store(after),
+            lambda engine, after, of: self._watches[engine].ask.store(after, of),
             lambda: self._config.health_interval_s,
         )
 
@@ -197,7 +199,13 @@ class EnginePool:
                 self.caches.follow(engine, *endpoints, ranks=engine.ranks, first=engine.ranks[0])
 
     def edit(self, config: RouterConfig) -> None:
-        """As `use`, for a change that other workers of this router must learn: by an operator or the settings file."""
+        """As `use`, for a change that other workers of this router must learn: by an operator or the settings file.
+        Engines that are being stopped stay out."""
+        if self.stopping:
+            with suppress(
+                ValueError
+            ):  # no engine would be left: their answers are better than none
+                config = config.without(self.stopping)
         self.listed = Version(self.listed.number + 1, self.name)
         self.use(config)
 

@@ -176,7 +176,8 @@ def of_two_kinds(request: Mapping[str, Any], prefill: Prefill, ids: Sequence[int
         address = prefill.addresses[room % len(prefill.addresses)]
         sampling = {"max_new_tokens": 1, "temperature": 0}
         # vLLM computes the last token, from the states before it.
-        ids = ids[:-1] if address.keeps_states and len(ids) > 1 else ids
+        left = int(address.keeps_states and len(ids) > 1)
+        ids, address = ids[: len(ids) - left], address._replace(left_tokens=left)
         copy = {"input_ids": list(ids), "sampling_params": sampling, "stream": False}
         return Handoff(
             GENERATE,

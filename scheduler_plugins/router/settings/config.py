@@ -3,10 +3,10 @@
 
 import re
 import signal
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -255,6 +255,16 @@ class RouterConfig:
                     if (before, role) == (Role.PREFILL, Role.DECODE):
                         homes[member] = Role.BOTH
         return {url: self._place(given[url], home) for url, home in homes.items()}
+
+    def without(self, urls: Container[str]) -> Self:
+        """The same without these engines. Raises: ValueError: the settings need them."""
+        settings: dict[str, Any] = {
+            side: tuple(url for url in getattr(self, side) if url not in urls) for side in SIDES
+        }
+        for name in ("kv_events", "places"):
+            of_url = getattr(self, name).items()
+            settings[name] = {url: value for url, value in of_url if url not in urls}
+        return replace(self, **settings)
 
     def _place(self, url: str, home: Role | None) -> Place:
         """The place of an engine that the settings know by `url`."""

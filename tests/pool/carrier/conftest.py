@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts that reach a Redis server."""
+"""Hosts that reach a Redis server. Engines wait for a carrier as long as a busy machine takes."""
 
 import shutil
 import tempfile
@@ -10,6 +10,14 @@ from pathlib import Path
 import pytest
 from support.far_hosts import KEY, Host, NewHost
 from support.redis_servers import RedisServer, redis_server
+
+from pd_connector.pool.carrier import asking
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIND_S", "SILENT_S", "BRING_S"):
+        monkeypatch.setattr(asking, name, 30.0)
 
 
 @pytest.fixture
@@ -28,7 +36,7 @@ def hosts_of(redis: RedisServer) -> Iterator[NewHost]:
             name: str,
             keys: tuple[bytes, ...] = (KEY,),
             memory: int = 64 << 20,
-            deadline_s: float = 5.0,
+            deadline_s: float = 30.0,
         ) -> Host:
             host = Host(folder / name, redis.address, keys, memory, deadline_s)
             opened.callback(host.close)

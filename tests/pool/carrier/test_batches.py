@@ -3,8 +3,11 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.redis_servers import RedisServer
+from support.waits import until
 
 from pd_connector.pool.carrier.carrier import _GET_BYTES, _batches
+from pd_connector.pool.carrier.client import FarClient
 
 
 @given(st.lists(st.integers(1, 512 << 20), max_size=40))
@@ -15,3 +18,27 @@ def test_each_object_passes_once_and_few_bytes_at_a_time(sizes: list[int]) -> No
     )
     for first, stop in runs:
         assert stop == first + 1 or sum(sizes[first:stop]) <= _GET_BYTES
+
+
+def test_objects_of_all_sizes_pass_the_memory_that_is_shared_with_the_client(
+    redis: RedisServer,
+) -> None:
+    """It grows, is cut off after large calls, and stays mapped on both sides."""
+    client = FarClient("test", redis.address, 60.0)
+    try:
+        until(lambda: client.is_ready, "the client", 60)
+        for number, sizes in enumerate([[10], [9 << 20] * 8, [5, 70_000], [9 << 20] * 8, [1]]):
+            names = [f"{number}-{place}" for place in range(len(sizes))]
+
+            def fill(place: int, room: memoryview, number: int = number) -> None:
+                room[:] = bytes([number + 1, place + 1]) * (len(room) // 2) + bytes(len(room) % 2)
+
+            assert client.put(names, sizes, fill) == [True] * len(names)
+            got: dict[int, bytes] = {}
+            client.get(names, sizes, lambda place, data, got=got: got.update({place: bytes(data)}))  # type: ignore[misc]
+            for place, size in enumerate(sizes):
+                wanted = bytearray(size)
+                fill(place, memoryview(wanted))
+                assert got[place] == wanted
+    finally:
+        client.close()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a carrier puts into a far store that does not take everything, or loses what it had."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from chunks import chain, save
@@ -10,6 +10,7 @@ from support.pool_stores import patient, store
 from support.waits import until
 
 from pd_connector.pool.carrier import carrier as carrier_module
+from pd_connector.pool.carrier import markers
 from pd_connector.pool.carrier.carrier import Carrier
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.local import LocalStore
@@ -27,8 +28,15 @@ class Far:
         self.refuses: Callable[[str], bool] = lambda name: False
         self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
         self.opened = 1
+        self.errors = self.looked = 0
+
+    @property
+    def chunks(self) -> int:
+        """Objects that are chunks, not markers."""
+        return sum(size > 1000 for size in list(self.objects.values()))
 
     def has(self, names: Sequence[str]) -> list[int]:
+        self.looked += 1
         return [self.objects.get(name, 0) for name in names]
 
     def put(
@@ -42,6 +50,10 @@ class Far:
                 self.objects[name] = size
         return taken
 
+    def get(
+        self, names: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], None]
+    ) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -50,6 +62,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Far:
     made = Far()
     monkeypatch.setattr(carrier_module, "FarClient", lambda *args: made)
     monkeypatch.setattr(carrier_module, "_FOLLOWS_S", 0.01)
+    monkeypatch.setattr(markers, "_LOOKS_S", 0.01)
     monkeypatch.setattr(carrier_module, "_PUT_BYTES", 15_000)  # two chunks
     return made
 
@@ -91,7 +104,7 @@ def test_chunks_that_are_refused_are_tried_once(
     done(carrier, "put", 3)
 
 
-def test_after_the_far_store_was_opened_again_parents_are_put_again_with_a_child(
+def test_after_the_far_store_was_opened_again_all_that_it_lost_is_put_again(
     store: LocalStore, carrier: Carrier, far: Far
 ) -> None:
     keys = chain("prompt", 4)
@@ -99,7 +112,51 @@ def test_after_the_far_store_was_opened_again_parents_are_put_again_with_a_child
     done(carrier, "put", 3)
     far.objects.clear()  # it restarts
     far.opened += 1
-    time.sleep(0.1)
+    until(lambda: far.chunks == 3, "the chunks again, though nothing new is saved")
     assert save(store, keys[3:], keys[2]) == 1
+    until(lambda: far.chunks == 4)
+
+
+def test_a_store_that_was_emptied_unseen_is_noticed_by_its_markers(
+    store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients connect again by themselves: no child was started."""
+    monkeypatch.setattr(markers, "_PAUSE_S", 0.05)
+    assert save(store, chain("prompt", 4)) == 4
     done(carrier, "put", 4)
-    assert len(far.objects) == 4
+    until(lambda: len(far.objects) > far.chunks, "markers")
+    for _ in range(3):
+        far.objects.clear()
+        until(lambda: far.chunks == 4, "the chunks again")
+        until(lambda: len(far.objects) > far.chunks, "markers")
+    until(lambda: carrier.status().counts["put"] == 16, "what was there is not put again")
+
+
+def test_a_store_that_refuses_markers_is_not_taken_for_one_that_lost_them(
+    store: LocalStore, carrier: Carrier, far: Far
+) -> None:
+    far.refuses = lambda name: True
+    assert save(store, chain("prompt", 2)) == 2
+    done(carrier, "not_put", 2)
+    looked = far.looked
+    until(lambda: far.looked > looked + 5, "looks for markers")
+    assert "begun_again" not in carrier.status().counts
+
+
+def test_a_chunk_that_is_in_the_journal_before_it_can_be_found_is_put(
+    store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer writes it down first. It may be stopped before it makes the entry."""
+    chunks, hidden = LocalStore.chunks, set(chain("prompt", 3))
+
+    def found(self: LocalStore, keys: Any = None) -> Any:
+        return iter(each for each in chunks(self, keys) if each.key not in hidden)
+
+    monkeypatch.setattr(LocalStore, "chunks", found)
+    assert save(store, chain("prompt", 3)) == 3
+    assert save(store, chain("other", 1)) == 1
+    until(lambda: far.chunks == 1)
+    until(lambda: not carrier._waiting, "the others were looked for")
+    hidden.clear()
+    until(lambda: far.chunks == 4)
+    until(lambda: not carrier._unmade)

@@ -108,7 +108,7 @@ def test_what_a_store_cannot_write_down_as_it_closes_others_remove(open_store: O
     with other._catalog.transaction(wait_s=10):
         writing.cancel()
         one.close()
-    until(lambda: other.status().writing == other.status().pinned == 0, "nobody's any more", 10.0)
+    until(lambda: other.status().writing == other.status().pinned == 0, "nobody's any more")
     assert save(other, chain("b", 2)) == 2
     assert problems(other) == []
 

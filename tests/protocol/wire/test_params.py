@@ -38,6 +38,14 @@ def test_a_prefill_engine_says_that_it_takes_no_kv():
     assert params.parse_address(sent(params.description(only_produces))) == only_produces
 
 
+@pytest.mark.parametrize("left", [None, 0, 3])
+def test_a_decode_engine_that_is_asked_at_once_reads_how_many_tokens_are_left_to_it(left):
+    seen = params.parse_address(sent(params.description(ADDRESS._replace(left_tokens=left))))
+    assert seen.left_tokens == left
+    assert params.parse(sent(params.decode_params(seen, "t"))).left_tokens == left
+    assert ("left_tokens" in params.decode_params(seen, "t")) is (left is not None)
+
+
 def test_an_answer_names_the_place_that_the_description_named():
     """Otherwise a router would take each answer of an engine that takes no KV for a new address."""
     only_produces = ADDRESS._replace(consumes=False)

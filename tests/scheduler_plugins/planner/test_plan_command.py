@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from plan_cases import CONFIG, TWO_NODES, inputs, written
+from support.plan_cases import CONFIG, TWO_NODES, inputs, written
 
 from pd_connector.tools.cli.app import main as check
 from scheduler_plugins.commands import main as pd_router

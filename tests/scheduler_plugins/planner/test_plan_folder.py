@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 import yaml
-from plan_cases import inputs, written
 from support.charts import rendered
+from support.plan_cases import cpu_stock, inputs, written
 
 from pd_connector.tools.cli.app import main
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.planner.estimate import read_model
 from scheduler_plugins.planner.files import PAGE, TITLE, _is_plan
-from scheduler_plugins.planner.inventory import one_device
+from scheduler_plugins.planner.inventory import load, one_device
 from scheduler_plugins.planner.mix import mix_of
+from scheduler_plugins.qos.classes import Slo
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.router.settings.settings_file import parse
 
 COMPOSE = Path(__file__).parents[3] / "examples/deploy/compose.yaml"
 
@@ -29,16 +31,25 @@ MIXES = {
     "planner": {("H100-tp1", P): 2, ("A100-tp1", D): 2},
     "colocated": {("H100-tp1", W): 2, ("A100-tp2", W): 1},
     "one node": {("H100-tp1", P): 2, ("H100-tp2", D): 1},
+    "cpu": {("CPU-tp1", P): 1, ("CPU-tp1", D): 1},
 }
+
+
+ALIKE = """
+nodes:
+  - {name: a, device: H100, gpus: 2, nic_gbit_per_s: 10}
+  - {name: b, device: H100, gpus: 2, nic_gbit_per_s: 10}
+"""
 
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two nodes, disaggregated and not; and one node, disaggregated."""
+    """Two nodes, disaggregated and not; and one node, disaggregated, with GPUs and with a CPU."""
     made = {}
     for name, counts in MIXES.items():
         folder = inputs(tmp_path_factory.mktemp("plan"))
         stock = one_device("H100", 4, read_model(folder / "config.json")) if "one" in name else None
+        stock = cpu_stock(folder) if name == "cpu" else stock
         made[name] = written(folder, mix_of(counts), stock)
     return made
 
@@ -48,7 +59,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PD_CONNECTOR_KEY", secrets.token_urlsafe(32))
 
 
-@pytest.mark.parametrize("name", ["planner", "colocated", "one node"])
+@pytest.mark.parametrize("name", MIXES)
 def test_check_is_silent_about_the_folder_of_a_plan(
     plans: dict[str, Path], name: str, capsys
 ) -> None:
@@ -124,6 +135,62 @@ def test_damage_of_values_is_named(
     plans: dict[str, Path], tmp_path: Path, file: str, change: tuple[str, str], said: str, capsys
 ) -> None:
     test_damage_is_named({"planner": plans["one node"]}, tmp_path, file, change, said, capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("THREADS_BIND=1", "THREADS_BIND=0"), "two engines have GPU 0"),
+        (("--tensor-parallel-size 1", "--tensor-parallel-size 2"), "for a tensor parallelism of 2"),
+    ],
+)
+def test_damage_of_a_cpu_is_named(
+    plans: dict[str, Path], tmp_path: Path, change: tuple[str, str], said: str, capsys
+) -> None:
+    test_damage_is_named({"planner": plans["cpu"]}, tmp_path, "start-host.sh", change, said, capsys)
+
+
+def test_engines_on_a_cpu_have_their_cores_and_room(plans: dict[str, Path]) -> None:
+    script = (plans["cpu"] / "start-host.sh").read_text()
+    for core in (0, 1):
+        assert f"\nVLLM_CPU_OMP_THREADS_BIND={core} VLLM_CPU_KVCACHE_SPACE=1 python -m " in script
+    assert "CUDA" not in script
+    assert script.count("--enforce-eager") == 2
+    page = (plans["cpu"] / PAGE).read_text()
+    assert "our chart starts engines on GPUs" in page
+    assert "our compose file starts engines on GPUs" in page
+    assert not (plans["cpu"] / "values.yaml").exists()
+
+
+def test_each_copy_of_a_fleet_has_a_router(tmp_path: Path, capsys) -> None:
+    """KV between the copies would pass over the slow link that made the plan choose them."""
+    folder = inputs(tmp_path)
+    (tmp_path / "inventory.yaml").write_text(ALIKE)
+    stock = load(tmp_path / "inventory.yaml", read_model(folder / "config.json"))
+    out = written(folder, mix_of({("H100-tp1", P): 1, ("H100-tp1", D): 1}), stock, copies=2)
+    assert main(["check", str(out)]) == 0
+    assert not (out / "router.yaml").exists()
+    for node in ("a", "b"):
+        router = parse((out / f"router-{node}.yaml").read_bytes(), {}, "router")
+        assert {*router.prefill, *router.decode} == {
+            "http://127.0.0.1:8100",
+            "http://127.0.0.1:8101",
+        }
+        assert "PD_CONNECTOR_KEY" not in (out / f"start-{node}.sh").read_text(), "within a node"
+    assert "one for each node" in (out / "plan.md").read_text()
+    script = out / "start-b.sh"
+    script.write_text(script.read_text().replace("--port 8100", "--port 8109"))
+    assert main(["check", str(out)]) == 1
+    assert "router-b.yaml" in capsys.readouterr().out
+    (out / "router-b.yaml").unlink()
+    assert main(["check", str(out)]) == 1
+    assert "router-b.yaml is missing" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_router_knows_the_promise(plans: dict[str, Path]) -> None:
+    """As in the simulation. Without it, it refuses nothing."""
+    router = parse((plans["planner"] / "router.yaml").read_bytes(), {}, "router.yaml")
+    assert [one.slo for one in router.classes] == [Slo(ttft_ms=300, tpot_ms=50)]
 
 
 def test_another_folder_is_no_plan(tmp_path: Path, capsys) -> None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
+import networkx
 import pytest
-from plan_cases import CONFIG, TWO_NODES, model, requests
+from support.plan_cases import CONFIG, TWO_NODES, model, requests
 
-from scheduler_plugins.planner.bound import Bounds, Workload
+from scheduler_plugins.planner.bound import Bounds, Workload, rates_of
 from scheduler_plugins.planner.devices import SHEETS
 from scheduler_plugins.planner.errors import PlanError
 from scheduler_plugins.planner.estimate import estimated
@@ -18,8 +19,16 @@ from scheduler_plugins.planner.inventory import Inventory, load, one_device
 from scheduler_plugins.planner.mix import Mix, cost_of, fits, mix_of, placed
 from scheduler_plugins.planner.search import neighbours
 from scheduler_plugins.router.policies.base import Role
+from scheduler_plugins.sim.fleet import Fleet
 from scheduler_plugins.sim.links import Network
 
+P, D = Role.PREFILL, Role.DECODE
+THREE_NODES = """
+nodes:
+  - {{name: a, device: H100, gpus: 2, nic_gbit_per_s: {nic}}}
+  - {{name: b, device: A100, gpus: 2, nic_gbit_per_s: {nic}}}
+  - {{name: c, device: A100, gpus: 1, nic_gbit_per_s: {other}}}
+"""
 LOAD = Workload.of(requests(), 0.05)
 
 
@@ -54,6 +63,48 @@ def test_no_mix_beats_the_front_and_the_front_fits(tmp_path: Path, budget: str) 
     assert max(cost_of(mix, inventory) for mix in found) <= inventory.most_cost
     if budget:
         assert len(every) < len(every_mix(stock(tmp_path))), "the budget takes some"
+
+
+def maximum_flow(fleet: Fleet, bounds: Bounds) -> float:
+    """Requests a second of a fleet, by networkx."""
+    network, graph = fleet.network, networkx.DiGraph()
+    assert network is not None
+    size = bounds._load.prompt * network.kv_bytes_per_token
+    places = {part.place for part in fleet.parts}
+    for place in places:
+        for role in (P, D):
+            mine = [part for part in fleet.parts if part.place == place and part.role is role]
+            rates = [rates_of(part.profile, bounds._load) for part in mine]
+            rate = sum(
+                part.number * (its.prefill if role is P else its.decode)
+                for part, its in zip(mine, rates, strict=True)
+            )
+            link = sum(part.number for part in mine) * network.bytes_per_s
+            nic = min(link, place.nic_bytes_per_s) / size
+            if role is P:
+                graph.add_edge("source", (place, P), capacity=rate)
+                graph.add_edge((place, P), (place, "out"), capacity=nic)
+            else:
+                graph.add_edge((place, D), "sink", capacity=rate)
+                graph.add_edge((place, "in"), (place, D), capacity=nic)
+        graph.add_edge((place, P), (place, D), capacity=1e9)
+    for one, other in product(places, places):
+        if one != other:
+            graph.add_edge((one, "out"), (other, "in"), capacity=1e9)
+    return float(networkx.maximum_flow_value(graph, "source", "sink"))
+
+
+@pytest.mark.parametrize("gbit_per_s", [0.5, 5, 50])
+def test_the_closed_form_is_the_maximum_flow(tmp_path: Path, gbit_per_s: float) -> None:
+    inventory = stock(tmp_path, THREE_NODES.format(nic=gbit_per_s, other=gbit_per_s / 2))
+    bounds, bound = Bounds(inventory, LOAD), 0
+    for mix, together in product(every_mix(inventory), (False, True)):
+        fleet = placed(mix, inventory, together=together)
+        if fleet is not None:
+            flow = bounds.flow(fleet)
+            assert flow == pytest.approx(maximum_flow(fleet, bounds)), (mix, together)
+            bound += flow < 0.99 * bounds._of_roles(mix)
+    assert bound > 10, "links bind in some"
 
 
 def test_swaps_stay_within_the_inventory(tmp_path: Path) -> None:

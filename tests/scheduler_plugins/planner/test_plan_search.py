@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from plan_cases import TWO_NODES, model, requests
+from support.plan_cases import TWO_NODES, model, requests
 
 from scheduler_plugins.planner.bound import Bounds, Workload
 from scheduler_plugins.planner.colocated import colocated

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers share links fairly, and no link carries more than it can."""
 
+from collections import Counter
+from itertools import product
 from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_plugins.sim.links import Links, Network
+from scheduler_plugins.sim.links import Links, Network, Place
 
 NETWORK = Network(bytes_per_s=100.0, latency_s=0.0, kv_bytes_per_token=1.0)
 
@@ -84,3 +86,61 @@ def test_all_bytes_arrive_and_never_faster_than_a_link_can(
             if mine:
                 busy_s = max(ended[n] for n, _ in mine) - min(one[3] for _, one in mine)
                 assert sum(one[2] - 1 for _, one in mine) <= 100.0 * busy_s + 1e-6
+
+
+RACKS = Network(bytes_per_s=100.0, node_bytes_per_s=1e6, other_bytes_per_s=70.0, latency_s=0.0, kv_bytes_per_token=1.0, layers=4)  # fmt: skip
+PLACES = [Place("", f"n{n}", f"r{n // 2}", nic) for n, nic in enumerate((150.0, 90.0, 250.0))]
+"""Three nodes; the first two in one rack. Engine `p1` and `d1` are on the node n1."""
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(2, 900), st.floats(0, 10), st.floats(0, 5)),
+        min_size=2,
+        max_size=16,
+    )
+)  # fmt: skip
+def test_a_nic_never_carries_more_than_its_rate(
+    flows: list[tuple[int, int, int, float, float]],
+) -> None:
+    """KV that streams during a prefill included: it has only what the NIC had to spare."""
+    links, rates = Links(RACKS), {place.node: place.nic_bytes_per_s for place in PLACES}
+    for side, n in product("pd", range(6)):
+        links.place(f"{side}{n}", PLACES[n % 3])
+    carried, done = Counter[tuple[str, str]](), Counter[int]()
+
+    def carry(source: int, target: int, size: float) -> None:
+        ends = PLACES[source % 3].node, PLACES[target % 3].node
+        if ends[0] != ends[1]:
+            carried.update({(ends[0], "out"): size, (ends[1], "in"): size})  # type: ignore[dict-item]
+
+    def check(now_s: float) -> None:
+        """What was carried so far, and what goes on now."""
+        links._pass(now_s)
+        moving = Counter(carried)
+        speed = Counter[tuple[str, str]]()
+        for flow in links._flows:
+            for name, way in flow.path:
+                if name.startswith("NIC of "):
+                    moving[name.removeprefix("NIC of "), way] -= flow.left  # type: ignore[assignment]
+                    speed[name.removeprefix("NIC of "), way] += flow.rate  # type: ignore[assignment]
+        for (node, way), size in moving.items():
+            assert size <= rates[node] * now_s + 2 * len(flows), (node, way)
+        for (node, way), per_s in speed.items():
+            assert per_s <= rates[node] * (1 + 1e-6), (node, way)
+
+    for n, (source, target, size, at_s, prefill_s) in sorted(
+        enumerate(flows), key=lambda pair: pair[1][3]
+    ):
+        while links.next_event_s < at_s:
+            check(links.next_event_s)
+            links.advance(links.next_event_s)
+        left = links.exposed_bytes(f"p{source}", f"d{target}", size, min(prefill_s, at_s), at_s)
+        assert size / RACKS.layers <= left <= size
+        carry(source, target, size)
+        links.start(f"p{source}", f"d{target}", left, at_s, lambda _, n=n: done.update([n]))
+        check(at_s)
+    while links.next_event_s < inf:
+        check(links.next_event_s)
+        links.advance(links.next_event_s)
+    assert len(done) == len(flows)

@@ -154,7 +154,7 @@ def test_a_gap_is_filled_by_a_replay(tmp_path: Path) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - another thread changes it
             await asyncio.sleep(0.01)
 

@@ -30,8 +30,8 @@ def environment() -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (["--far", "ftp://h"], "there are mooncake, redis, rediss, s3"),
-        (["--far", "lmcache:/etc/lmcache.yaml"], "far store 'lmcache' is not known"),
+        (["--far", "ftp://h"], "there are lmcache, mooncake, redis, rediss, s3"),
+        (["--far", "redis://localhost", "--client-python", "/absent"], "--client-python /absent"),
         (["--far", "redis://:secret@10.0.0.1"], "without a key only this machine's loopback"),
         (["--far", "redis://localhost", "--key-file", "/absent"], "/absent: cannot be read"),
         (["--far", "redis://localhost", "--answers-within", "0"], "--answers-within"),
@@ -63,19 +63,20 @@ def test_it_serves_until_it_is_told_to_end(environment: dict[str, str], tmp_path
             line = carrier.stdout.readline()
             assert line.startswith("carrier ready: ")
             assert line.endswith("not sealed\n")
-            until(lambda: not status(environment)["problem"], "the far store", 60)
-            assert status(environment)["far"] == redis.address
+            # A carrier on a busy machine may not answer in time.
+            shown = until(lambda: (one := status(environment)) and not one["problem"] and one)
+            assert shown["far"] == redis.address
             carrier.send_signal(signal.SIGTERM)
-            assert carrier.wait(30) == 0
+            assert carrier.wait(60) == 0
         finally:
             carrier.kill()
             carrier.wait()
         assert status(environment) is None
 
 
-def status(environment: dict[str, str]) -> dict[str, object]:
+def status(environment: dict[str, str]) -> dict[str, object] | None:
     printed = subprocess.run(
         [*COMMAND, "status", "--json"], env=environment, capture_output=True, text=True, check=True
     )
-    carrier: dict[str, object] = json.loads(printed.stdout)["carrier"]
+    carrier: dict[str, object] | None = json.loads(printed.stdout)["carrier"]
     return carrier

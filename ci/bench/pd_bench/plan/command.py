@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from pd_bench.command_output import exit_codes, report
-from pd_bench.plan import scaling_command
+from pd_bench.plan import links_command, scaling_command, truth_command
 from pd_bench.plan.searches import (
     Searched,
     front_cpu_s,
@@ -40,7 +40,9 @@ app = typer.Typer(
 )
 
 
+links_command.add(app)
 scaling_command.add(app)
+truth_command.add(app)
 
 
 @app.command("search")

@@ -12,6 +12,7 @@ from rich.console import Console
 from pd_bench.command_output import exit_codes, noise_note, report
 from pd_bench.machine import Noise
 from pd_bench.pool import disk as disk_reads
+from pd_bench.pool import far as far_store
 from pd_bench.pool import lookups, rivals
 from pd_bench.pool import slow as slow_stores
 from pd_bench.pool import trace as hit_rates
@@ -52,6 +53,12 @@ def pool(
             help="Folder on the disk whose reads are measured; the pool's files go into one below it."
         ),
     ] = None,
+    far: Annotated[
+        str,
+        typer.Option(
+            help=f"The pool across hosts, with a Redis server of its own: all, or some of {', '.join(far_store.ROWS)} with commas."
+        ),
+    ] = "",
     peer_env: Annotated[Path, typer.Option(help="Virtual environment that has Mooncake.")] = Path(
         "mooncake-env"
     ),
@@ -74,14 +81,14 @@ def pool(
 ) -> None:
     """The KV pool of a host, beside Mooncake's store, computing, and the engine's own prefix cache.
 
-    Everything but slow stores, a trace, a disk and other stores' engines, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    Everything but slow stores, a trace, a disk, a far store and other stores' engines, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
     """
     stderr = Console(stderr=True)
 
     def say(line: str) -> None:
         stderr.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    everything = not (raw or lookup or engines or trace or disk or slow or stores)
+    everything = not (raw or lookup or engines or trace or disk or slow or stores or far)
     tables: list[tuple[str, list[Comparison]]] = []
     notes: list[str] = []
     others_cores = 0.0
@@ -106,6 +113,11 @@ def pool(
             with own_folder(disk) as folder:
                 rates = disk_reads.measure(folder, objects, runs, warm_ups, say)
             tables.append(("raw reads", rates))
+            others_cores = max(others_cores, noise.cores())
+        if far:
+            noise = Noise([])
+            rows = far_store.ROWS if far == "all" else far.split(",")
+            tables += far_store.measure(rows, objects, runs, warm_ups, say)
             others_cores = max(others_cores, noise.cores())
         if slow:
             with slow_stores.running(stderr) as with_faults:

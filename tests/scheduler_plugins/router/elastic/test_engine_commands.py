@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.waits import until
 
 from scheduler_plugins.router.elastic import command
 from scheduler_plugins.router.elastic.command import CommandError, output_of
@@ -22,7 +24,7 @@ MOST = {"max_prefill": 4, "max_decode": 4}
 TRUE = "/bin/true"
 
 
-def output(*arguments: str, timeout_s: float = 10.0, **variables: str) -> str:
+def output(*arguments: str, timeout_s: float = 60.0, **variables: str) -> str:
     return asyncio.run(output_of(START, arguments, variables, timeout_s))
 
 
@@ -43,21 +45,21 @@ def test_a_command_that_hangs_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "TERM_S", 0.2)
-    pid = tmp_path / "pid"
-    begun_s = time.monotonic()
-    with pytest.raises(CommandError, match="had not ended after 1 s, and was killed") as failed:
-        output(
-            "/bin/sh",
-            "-c",
-            f"echo 'no GPU free' >&2; sleep 60 & echo $! > {pid}; wait",
-            timeout_s=1,
-        )
+    pid, timeout_s, begun_s = tmp_path / "pid", 0.5, time.monotonic()
+    while not pid.exists():  # a busy machine may take that long to begin a command
+        timeout_s *= 2
+        with pytest.raises(
+            CommandError, match=f"had not ended after {timeout_s:g} s, and was kill"
+        ) as failed:
+            output(
+                "/bin/sh",
+                "-c",
+                f"echo 'no GPU free' >&2; sleep 120 & echo $! > {pid}.new; mv {pid}.new {pid}; wait",
+                timeout_s=timeout_s,
+            )
     assert "no GPU free" in str(failed.value)
-    assert time.monotonic() - begun_s < 5
-    end_s = time.monotonic() + 5
-    while Path(f"/proc/{pid.read_text().strip()}").exists():
-        assert time.monotonic() < end_s, "the child lives"
-        time.sleep(0.02)
+    assert time.monotonic() - begun_s < 60
+    until(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), "the child is gone")
 
 
 def test_a_command_of_another_user_that_cannot_be_killed_is_named(
@@ -65,13 +67,17 @@ def test_a_command_of_another_user_that_cannot_be_killed_is_named(
 ) -> None:
     """As with sudo."""
 
+    groups, kill = [], os.killpg
+
     def not_permitted(group: int, how: int) -> None:
+        groups.append(group)
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(command, "TERM_S", 0.1)
     monkeypatch.setattr(command.os, "killpg", not_permitted)
     with pytest.raises(CommandError, match="had not ended"):
-        output("/bin/sleep", "1", timeout_s=0.2)
+        output("/bin/sleep", "60", timeout_s=0.2)
+    kill(groups[0], signal.SIGKILL)
 
 
 def test_what_a_command_leaves_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
@@ -81,7 +87,7 @@ def test_what_a_command_leaves_in_the_background_is_not_waited_for(tmp_path: Pat
     text = output("/bin/sh", "-c", f"sleep 60 & echo $! > {pid}; echo http://127.0.0.1:7")
     os.kill(int(pid.read_text()), 9)
     assert text == "http://127.0.0.1:7\n"
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < 50
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from router_fakes import FakeEngine, World, run, stream, until
 from sglang_fakes import Switching
 
-from scheduler_plugins.router.elastic import command, task
+from scheduler_plugins.router.elastic import command, scaling, task
 from scheduler_plugins.router.elastic.task import Elastic
 from scheduler_plugins.router.endpoints.app_keys import MOVER, SHARED
 from scheduler_plugins.router.endpoints.page import state
@@ -41,6 +41,16 @@ def wants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "EVERY_S", 1e6)  # each test ticks itself
     monkeypatch.setattr(elastic, "Limits", partial(Limits, settle_s=0.0))
     Wants.decode = 1
+
+
+@pytest.fixture
+def commands_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`start_timeout_s` is short for engines only: a command has time to end on a busy machine."""
+
+    async def output_of(setting: str, arguments: Any, variables: Any, timeout_s: float) -> str:
+        return await command.output_of(setting, arguments, variables, 60.0)
+
+    monkeypatch.setattr(scaling, "output_of", output_of)
 
 
 class Scaled:
@@ -133,14 +143,18 @@ def test_an_engine_that_was_started_serves_and_is_stopped_when_its_stream_has_en
     ("start", "outcome", "message"),
     [
         ("echo no GPU is free >&2; exit 3", "failed_command", "status 3 (no GPU is free)"),
-        ("exec sleep 60", "failed_command", "had not ended after 0.5 s, and was killed"),
         ("true", "failed_address", "must print the engine's URL as its last line"),
         ("echo 'it'\\''s $(ready)'", "failed_address", "must print the engine's URL"),
         ("echo http://127.0.0.1:1", "failed_serving", "does not serve 0.5 s after start_command"),
     ],
 )
 def test_a_start_that_fails_is_named_counted_and_not_waited_for(
-    tmp_path: Path, start: str, outcome: str, message: str, caplog: pytest.LogCaptureFixture
+    commands_end: None,
+    tmp_path: Path,
+    start: str,
+    outcome: str,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
         async with Scaled(tmp_path, start, start_timeout_s=0.5) as scaled:
@@ -156,6 +170,18 @@ def test_a_start_that_fails_is_named_counted_and_not_waited_for(
                 await scaled.counted("stopped")
                 assert scaled.stopped.read_text() == "http://127.0.0.1:1\n"
                 assert len(scaled.world.engines) == 2
+
+    run(scenario())
+
+
+def test_a_command_that_does_not_end_is_killed_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "exec sleep 60", start_timeout_s=0.5) as scaled:
+            scaled.want(2)
+            await scaled.counted("failed_command")
+            assert "had not ended after 0.5 s, and was killed" in caplog.text
 
     run(scenario())
 
@@ -291,22 +317,23 @@ NAME = "dns+http://nowhere.invalid:8000"
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_start_behind_a_name_lasts_until_the_name_shows_an_engine_that_serves(
-    tmp_path: Path, comes: bool, caplog: pytest.LogCaptureFixture
+    commands_end: None, tmp_path: Path, comes: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise one more would be started every second until then."""
 
     async def scenario() -> None:
-        timeout_s = 60.0 if comes else 2.0
+        timeout_s = 60.0 if comes else 0.5
         async with Scaled(
             tmp_path, f"echo x >> {tmp_path}/begun", start_timeout_s=timeout_s
         ) as scaled:
             pool, fake = scaled.pool, await another(scaled.world)
             pool.edit(replace(pool.config, decode=(*pool.config.decode, NAME)))
             scaled.want(2)
-            await until((tmp_path / "begun").exists, "the command runs")
-            await asyncio.sleep(0.5)
-            scaled.want(2)
             if comes:
+                (start,) = scaled.elastic._scaling._starts
+                await until(lambda: start.by_name, "the command has ended")
+                scaled.want(2)
+                assert scaled.elastic._scaling._starts == [start], "no other one is begun"
                 pool._named._members[NAME] = (fake.url,)
                 pool.use(pool.config)
                 scaled.want(2)
@@ -402,6 +429,41 @@ def test_an_engine_that_drains_goes_on_when_the_file_is_read_again(tmp_path: Pat
     run(scenario())
 
 
+def test_an_engine_whose_stop_command_runs_stays_out_when_the_file_is_read_again(
+    tmp_path: Path,
+) -> None:
+    """It still answers health checks, so it would get requests that end with it."""
+    Wants.decode = 2
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, "sleep 60", decode=2) as scaled:
+            before, world = scaled.pool.config, scaled.world
+            wait = f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done"
+            (tmp_path / "stop").write_text(f'#!/bin/sh\necho "$1" >> {scaled.stopped}\n{wait}\n')
+            scaled.want(1)
+            await until(scaled.stopped.exists, "the command runs")
+            assert scaled.pool.stopping == {scaled.stopped.read_text().strip()}
+
+            def serving() -> list[str]:
+                leaves = scaled.pool.leaves
+                engines = [each for each in world.engines if each.role is Role.DECODE]
+                return [each.url for each in engines if not leaves(each) and not each.draining]
+
+            (left,) = serving()
+            scaled.pool.edit(replace(before, attempts=2))
+            assert serving() == [left], "the file lists both"
+            assert scaled.pool.config.attempts == 2
+            scaled.pool.use(before)  # as of another worker that has read the file
+            scaled.elastic.tick(scaled.now_s)
+            assert serving() == [left]
+            (tmp_path / "go").touch()
+            await scaled.counted("stopped")
+            scaled.pool.edit(before)
+            assert sorted(serving()) == sorted(before.decode), "it may be used again"
+
+    run(scenario())
+
+
 def test_a_start_without_room_for_its_output_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +494,9 @@ def test_an_engine_that_came_though_the_command_to_stop_it_is_gone_serves(tmp_pa
     run(scenario())
 
 
-def test_an_engine_that_never_came_into_the_list_is_stopped(tmp_path: Path) -> None:
+def test_an_engine_that_never_came_into_the_list_is_stopped(
+    commands_end: None, tmp_path: Path
+) -> None:
     async def scenario() -> None:
         async with Scaled(tmp_path, f'cat "{tmp_path}/url"', start_timeout_s=0.5) as scaled:
             own = f"http://127.0.0.1:{scaled.world.port}"

@@ -122,8 +122,8 @@ def test_no_worker_sees_half_of_a_change_of_another() -> None:
             for counts_of_a in sent:
                 one.of(a).tell(counts_of_a)
     try:
-        seen, until_s = set[float](), time.monotonic() + 0.5
-        while time.monotonic() < until_s:
+        seen, begun_s = set[float](), time.monotonic()
+        while (took_s := time.monotonic() - begun_s) < 0.5 or (len(seen) < 2 and took_s < 60):
             seen |= {other.of(x).of_workers(count) for count in Count}
     finally:
         os.kill(writer, signal.SIGKILL)

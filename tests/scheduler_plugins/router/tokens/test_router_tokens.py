@@ -507,7 +507,7 @@ def test_a_process_that_tokenizes_ends_with_a_router_that_is_killed(tmp_path: Pa
         tokenizing = os.pidfd_open(pid)
         try:
             assert router.wait(60.0) == -signal.SIGKILL
-            ended, _, _ = select.select([tokenizing], [], [], 10.0)
+            ended, _, _ = select.select([tokenizing], [], [], 60.0)
             if not ended:
                 os.kill(pid, signal.SIGKILL)
             assert ended

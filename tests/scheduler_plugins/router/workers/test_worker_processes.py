@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
-from router_fakes import FakeEngine, stream, until
+from router_fakes import DONE, FakeEngine, event, stream, until
 
 LIMIT_S = 120.0
 
@@ -215,12 +216,23 @@ def test_a_worker_that_is_killed_loses_its_own_streams_only() -> None:
         fakes = [FakeEngine("p", "engine-p"), FakeEngine("d")]
         for fake in fakes:
             await fake.start()
-        fakes[1].behave = stream(40, gap_s=0.1)
+        killed = asyncio.Event()
+
+        async def until_killed(engine: FakeEngine, request: Any, body: dict[str, Any]) -> Any:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(event("begun"))
+            await killed.wait()
+            await response.write(DONE)
+            return response
+
+        fakes[1].behave = until_killed
         async with router("--prefill", fakes[0].url, "--decode", fakes[1].url) as running:
             took = [list[bytes]() for _ in range(16)]  # all at one worker: once in 32,768
             tasks = [asyncio.create_task(read(running.url, one)) for one in took]
             await until(lambda: all(took), "all streams have begun")
             os.kill(next(iter(running.workers)), signal.SIGKILL)
+            killed.set()
             ended = await asyncio.gather(*tasks)
             assert 0 < ended.count(True) < len(ended)
         for fake in fakes:
@@ -268,7 +280,8 @@ def test_a_changed_settings_file_reaches_all_workers(tmp_path: Path) -> None:
             write(fakes[2])
 
             async def changed() -> bool:
-                return {await running.complete() for _ in range(8)} == {"d1"}
+                # All at one worker, while the other has the old list: once in 2 ** 23.
+                return {await running.complete() for _ in range(24)} == {"d1"}
 
             await until_all(changed, "all workers use the new list")
             os.kill(next(iter(running.workers)), signal.SIGKILL)

@@ -53,6 +53,31 @@ devices:
 """
 
 
+CPU = """
+nodes:
+  - {name: host, device: CPU, gpus: 2}
+devices:
+  CPU: {profiles: [one.yaml, two.yaml]}
+"""
+CPU_PROFILE = """
+costs: {{a: 3.0e-04, b: 5.0e-09, c: 0.008, d0: 0.008, d1: 2.0e-04, d2: 5.0e-07, chunk_tokens: 512}}
+kv_tokens: 40000
+kv_bytes_per_token: 4096
+layers: 4
+gpus: {cores}
+source: assumed
+"""
+PROMISE = Promise(0.3, 0.05)
+
+
+def cpu_stock(folder: Path) -> Inventory:
+    """A host with two cores: engines of one or two."""
+    (folder / "inventory.yaml").write_text(CPU)
+    for cores, name in ((1, "one.yaml"), (2, "two.yaml")):
+        (folder / name).write_text(CPU_PROFILE.format(cores=cores))
+    return load(folder / "inventory.yaml", None)
+
+
 def inputs(folder: Path) -> Path:
     """A folder with a model's config, an inventory and a trace."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -62,21 +87,24 @@ def inputs(folder: Path) -> Path:
 
 
 def written(
-    folder: Path, mix: Mix, stock: Inventory | None = None, name: str = "it's $(x)"
+    folder: Path,
+    mix: Mix,
+    stock: Inventory | None = None,
+    name: str = "it's $(x)",
+    promise: Promise = PROMISE,
+    copies: int = 1,
 ) -> Path:
     """The folder of a plan that recommends this mix, without a search."""
     inventory = stock or load(folder / "inventory.yaml", read_model(folder / "config.json"))
     fleet = placed(mix, inventory)
     assert fleet is not None
-    candidate = Candidate(name_of(mix), mix, fleet, 1.0)
+    candidate = Candidate(name_of(mix), mix, fleet, 1.0, copies)
     row = Row(
         "planner", candidate, gpus_of(mix, inventory), 0.0, 0.0, [1.0] * 4, 0, 0.9, Late(0, 0, 0, 0)
     )
     windows = windows_of(requests(), 30)
-    made = Plan(
-        inventory, Promise(0.3, 0.05), windows, [row], "of a test", [], 0, 0, "srjf_calibrated", ""
-    )
-    engines = files.engines_of(made)
+    made = Plan(inventory, promise, windows, [row], "of a test", [], 0, 0, "srjf_calibrated", "")
+    engines = files.engines_of(candidate, inventory)
     values, problem = files.chart_values(engines, name)
     compose, its = files.compose_services(made, engines, name)
     text = page(made, "trace.csv", [problem, its])

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small objects by which a carrier notices that a far store was emptied, or has lost a part: clients connect again by themselves."""
+
+import contextlib
+
+from pd_connector.pool.carrier.client import FarClient, SilentError
+from pd_connector.pool.far.seal import Seal
+
+_MARKERS = 8
+"""A store of several nodes keeps each on another node."""
+_LOOKS_S = 5.0
+"""How often they are looked for, in seconds. That also keeps them from being evicted."""
+_PAUSE_S = 60.0
+"""Least time between two losses that are noticed, in seconds: each costs a look-up of the whole pool."""
+_CONTENTS = b"marker"
+
+
+class Markers:
+    """The markers of one host. Used by one thread.
+
+    Args:
+        host: tells this host's markers from others'.
+    """
+
+    def __init__(self, seal: Seal, host: str, client: FarClient) -> None:
+        self._seal, self._client = seal, client
+        keys = [f"marker {number} of {host}".encode() for number in range(_MARKERS)]
+        self._names = [seal.names(key)[0] for key in keys]
+        self._kept: set[str] = set()
+        self._looks_at_s = 0.0
+
+    def are_lost(self, now_s: float) -> bool:
+        """Whether markers are gone that were there. Those that are not there are put. Raises SilentError."""
+        if now_s < self._looks_at_s:
+            return False
+        self._looks_at_s = now_s + _LOOKS_S
+        sizes = dict(zip(self._names, self._client.has(self._names), strict=True))
+        missing = [name for name, size in sizes.items() if not size]
+        lost = not self._kept.isdisjoint(missing)
+        if lost:
+            self._looks_at_s = now_s + _PAUSE_S
+        self._kept = {name for name, size in sizes.items() if size}
+        if missing:
+            size = self._seal.sealed_bytes(len(_CONTENTS))
+
+            def fill(place: int, room: memoryview) -> None:
+                self._seal.seal(missing[place], len(_CONTENTS), _contents_into, room)
+
+            with contextlib.suppress(SilentError):
+                taken = self._client.put(missing, [size] * len(missing), fill)
+                self._kept.update(name for name, kept in zip(missing, taken, strict=True) if kept)
+        return lost
+
+
+def _contents_into(buffer: memoryview, offset: int) -> None:
+    buffer[:] = _CONTENTS[offset : offset + len(buffer)]

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lends memory to a Mooncake store in pieces, and recalls pieces without losing what is in them.
+
+A piece has a client of its own, because the master drains all segments of a client at once. A recall has three steps:
+
+1. The master's drain job moves objects to other nodes. An object that is read, or that is asked for, stays: it has a lease.
+2. What has stayed is copied to other nodes. That needs no lease to end.
+3. The piece is unmounted. A read of it that is under way fails, and the next one finds the copy. What could not be copied is lost.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult
+
+from pd_connector.errors import ConfigError
+from pd_connector.pool.far.mooncake import MooncakeStore, new_client
+from pd_connector.pool.lending.master import DrainJob, Master, SilentMasterError
+from pd_connector.pool.settings import text_of
+
+logger = logging.getLogger("pd_connector.pool.lending")
+
+PIECES = 8
+"""A recall takes whole pieces."""
+LEAST_PIECE = 64 << 20
+_GRAIN = 16 << 20
+"""Mooncake rounds segments up to a multiple of this."""
+_LOOKS_S = 0.2
+_STUCK_S = 3.0
+"""After which what a drain job has not moved is copied, in seconds. It is in use: a lease has 10 s, unless the master was told otherwise."""
+_DRAIN_SHARE = 0.6
+"""Part of the deadline that a drain job has."""
+_LEFT_S = 1.0
+"""Before the deadline, for unmounting, in seconds."""
+_KEYS_AT_ONCE, _COPIES_AT_ONCE = 1000, 64
+_DONE, _FAILED = "SUCCESS", "FAILED"
+
+
+class Recalled(NamedTuple):
+    """What a recall has done."""
+
+    nbytes: int
+    """Memory that is this host's again."""
+    moved: int = 0
+    copied: int = 0
+    lost: int = 0
+    """Objects: moved by the drain job, copied because they were in use, and lost."""
+    problem: str = ""
+    """Why objects were lost, or may have been."""
+
+
+class Piece(NamedTuple):
+    """A mounted segment."""
+
+    client: Any
+    ids: list[str]
+    name: str
+    nbytes: int
+
+
+def piece_bytes(memory: int) -> int:
+    """The size of the pieces in which `memory` bytes are lent."""
+    return -(-max(memory // PIECES, LEAST_PIECE) // _GRAIN) * _GRAIN
+
+
+class Lender:
+    """One thread calls it, but for `hurry`.
+
+    Args:
+        address: of the store, checked by `far_address`.
+        piece: bytes of a piece, from `piece_bytes`.
+        deadline_s: the longest wait for one answer of the master.
+
+    Raises:
+        ConfigError: the master cannot be reached.
+    """
+
+    def __init__(self, address: SplitResult, piece: int, deadline_s: float) -> None:
+        self._address, self._piece, self._deadline_s = address, piece, deadline_s
+        self._master = Master(address.hostname or "", MooncakeStore.admin_port(address), deadline_s)
+        self._master.check()
+        self._pieces: list[Piece] = []
+        self._hurries = threading.Event()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are lent."""
+        return sum(piece.nbytes for piece in self._pieces)
+
+    def hurry(self) -> None:
+        """End a recall at once: what is still in the memory is lost."""
+        self._hurries.set()
+
+    def lend(self, nbytes: int) -> None:
+        """Lend whole pieces until `nbytes` are lent, or no further piece fits.
+
+        Raises:
+            ConfigError: Mooncake refuses. What was lent before stays lent.
+        """
+        while self.nbytes + self._piece <= nbytes:
+            client = new_client(self._address, self._deadline_s, buffer_bytes=0)
+            mounted = client.allocate_and_mount_segment(self._piece)
+            if mounted["ret"]:
+                client.close()
+                raise ConfigError(
+                    f"Mooncake answers {mounted['ret']} to a segment of {text_of(self._piece)}: too large for this machine, or the "
+                    f"master refuses; {text_of(self.nbytes)} are lent: ask for less (--memory)"
+                )
+            name, ids = client.get_hostname(), list(mounted["segment_ids"])
+            self._pieces.append(Piece(client, ids, name, self._piece))
+
+    def recall(self, nbytes: int, within_s: float) -> Recalled:
+        """Recall pieces until `nbytes` or less are lent.
+
+        Args:
+            within_s: after which the memory is this host's, whatever is still in it.
+        """
+        keep = nbytes // self._piece
+        pieces, until_s = self._pieces[keep:], time.monotonic() + within_s
+        if not pieces:
+            return Recalled(0)
+        moved = copied = lost = 0
+        problem = ""
+        try:
+            moved, drained = self._drain(pieces, within_s)
+            if not drained:
+                copied, lost, problem = self._copy(pieces, until_s)
+        except SilentMasterError as error:
+            problem = f"{error}: what was in the memory may be lost"
+        self._pieces = self._pieces[:keep]
+        for piece in pieces:
+            if code := piece.client.unmount_and_free_segment(piece.ids, 0):
+                problem = problem or f"the master answers {code} to the unmounting"
+            with contextlib.suppress(Exception):
+                piece.client.close()
+        freed = sum(piece.nbytes for piece in pieces)
+        return Recalled(freed, moved, copied, lost, problem)
+
+    def _drain(self, pieces: Sequence[Piece], within_s: float) -> tuple[int, bool]:
+        """Have objects moved. Returns how many were, and whether those were all. Raises SilentMasterError."""
+        number = self._master.start_drain([piece.name for piece in pieces])
+        began_s = changed_s = time.monotonic()
+        last: DrainJob | None = None
+        while True:
+            job = self._master.drain(number)
+            now_s = time.monotonic()
+            if job.is_over:
+                logger.info("drain job: %s", job.message)
+                return job.succeeded_units, job.status_name == "SUCCEEDED"
+            if last is None or job.active_units or job.succeeded_units != last.succeeded_units:
+                changed_s = now_s
+            last = job
+            if now_s > min(changed_s + _STUCK_S, began_s + within_s * _DRAIN_SHARE):
+                return job.succeeded_units, False
+            if self._hurries.wait(_LOOKS_S):
+                return job.succeeded_units, False
+
+    def _copy(self, pieces: Sequence[Piece], until_s: float) -> tuple[int, int, str]:
+        """Copy what is only in these pieces. Returns how many objects were, how many were not, and why. Raises SilentMasterError."""
+        client, names = pieces[0].client, {piece.name for piece in pieces}
+        segments = self._master.segments()
+        own = {each.te_endpoint for each in segments if each.segment_name in names}
+        room = {
+            each.segment_name: each.free_bytes
+            for each in segments
+            if each.segment_name not in names and each.status == "OK"
+        }
+        left = list(self._only_in(client, own))
+        waiting, tasks = dict(left), dict[str, Any]()
+        problem = ""
+        while waiting or tasks:
+            if self._hurries.is_set() or time.monotonic() > until_s - _LEFT_S:
+                problem = "there was no time to copy them"
+                break
+            while waiting and len(tasks) < _COPIES_AT_ONCE:
+                key, nbytes = waiting.popitem()
+                target = max(room, key=lambda name: room[name], default="")
+                if not target or room[target] < nbytes:
+                    problem = "no other node has room for them"
+                    continue
+                task, code = client.create_copy_task(key, [target])
+                if code:
+                    problem = f"the master answers {code} to the copying"
+                    continue
+                room[target] -= nbytes
+                tasks[key] = task
+            time.sleep(_LOOKS_S)
+            tasks = {key: task for key, task in tasks.items() if not _is_over(client, task)}
+        lost = len(list(self._only_in(client, own, [key for key, _ in left])))
+        return len(left) - lost, lost, problem if lost else ""
+
+    def _only_in(
+        self, client: Any, own: set[str], keys: Sequence[str] | None = None
+    ) -> Iterator[tuple[str, int]]:
+        """Keys and bytes of objects of which no other node has a copy. Raises SilentMasterError."""
+        keys = self._master.keys() if keys is None else keys
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            batch = [key for key in keys[start : start + _KEYS_AT_ONCE] if key]
+            for key, copies in client.batch_get_replica_desc(batch).items():
+                places = [_place(each) for each in copies if _is_whole(each)]
+                if places and all(place.transport_endpoint in own for place in places):
+                    yield key, places[0].size
+
+
+def _is_whole(copy: Any) -> bool:
+    return bool(copy.is_memory_replica()) and copy.status.name == "COMPLETE"
+
+
+def _place(copy: Any) -> Any:
+    return copy.get_memory_descriptor().buffer_descriptor
+
+
+def _is_over(client: Any, task: Any) -> bool:
+    answer, code = client.query_task(task)
+    return bool(code) or answer.status.name in (_DONE, _FAILED)
