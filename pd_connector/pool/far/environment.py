@@ -7,7 +7,6 @@ Only modules that need msgspec alone run there. Nothing else of this environment
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pd_connector.errors import ConfigError
 
@@ -43,7 +42,7 @@ def problem_there(python: str, address: str) -> str:
     """
     try:
         ended = subprocess.run(
-            command(python, "pd_connector.pool.far.environment"),
+            command(python, "pd_connector.pool.far.registry"),
             input=address,  # an option would show the password to other users
             check=False,
             capture_output=True,
@@ -59,15 +58,3 @@ def problem_there(python: str, address: str) -> str:
             "far store's client"
         )
     return ended.stdout.strip()
-
-
-def main() -> None:
-    """Print what is wrong with the address on the standard input."""
-    from pd_connector.pool.far.registry import far_class
-
-    address = urlsplit(sys.stdin.read())
-    print(far_class(address.scheme).problem(address))
-
-
-if __name__ == "__main__":
-    main()

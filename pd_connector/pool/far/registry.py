@@ -4,6 +4,7 @@
 import importlib
 import ipaddress
 import re
+import sys
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -104,3 +105,13 @@ def is_loopback(host: str) -> bool:
 def without_secret(text: str) -> str:
     """An address for people: its password is left out."""
     return _SECRET.sub(r"\1:***", text)
+
+
+def _main() -> None:
+    """Print what is wrong with the address on the standard input: `problem_there` runs this in another Python."""
+    address = urlsplit(sys.stdin.read())
+    print(far_class(address.scheme).problem(address))
+
+
+if __name__ == "__main__":
+    _main()
