@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pd_connector.errors import ConfigError
+from pd_connector.pool.carrier.asking import BRING_S, SILENT_S
 from pd_connector.pool.far import mooncake
 from pd_connector.pool.far.registry import far_address
 
@@ -20,23 +22,41 @@ here = pytest.mark.skipif(
 )
 
 
-@here
-@pytest.mark.netns
-def test_hosts_share_through_mooncake_and_a_stranger_causes_misses() -> None:
+def in_a_namespace(program: str, word: str, *arguments: str, timeout_s: float = 120) -> Any:
+    """What a program of tests/support says after a word, run where nobody else can reach Mooncake."""
     if os.geteuid() != 0 or not shutil.which("unshare"):
         pytest.skip("needs root, for a network namespace")
     paths = [ROOT, ROOT / "tests", ROOT / "tests/pool/store", ROOT / ".venv/far"]
     ended = subprocess.run(
-        ["unshare", "--net", sys.executable, str(ROOT / "tests/support/mooncake_site.py")],
+        ["unshare", "--net", sys.executable, str(ROOT / "tests/support" / program), *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout_s,
     )
-    line = next((line for line in ended.stdout.splitlines() if line.startswith("FOUND ")), "")
+    lines = ended.stdout.splitlines()
+    line = next((line for line in lines if line.startswith(f"{word} ")), "")
     assert line, ended.stdout + ended.stderr
-    found = json.loads(line.removeprefix("FOUND "))
+    return json.loads(line.removeprefix(f"{word} "))
+
+
+@here
+@pytest.mark.netns
+def test_faults_cost_misses_only() -> None:
+    """`PD_POOL_FAULTS=1000` runs the long form, with nodes and masters that are killed."""
+    faults = int(os.environ.get("PD_POOL_FAULTS", "3"))
+    seen = in_a_namespace("mooncake_faults.py", "SEEN", str(faults), timeout_s=280 + 20 * faults)
+    print(f"{faults} faults: {seen}")
+    assert "wrong" not in seen
+    assert seen["after"] == 4, "all is well afterwards"
+    assert seen["longest_s"] < BRING_S + SILENT_S + 1
+
+
+@here
+@pytest.mark.netns
+def test_hosts_share_through_mooncake_and_a_stranger_causes_misses() -> None:
+    found = in_a_namespace("mooncake_site.py", "FOUND")
     assert found["sealed"] == {
         "found": 6, "first": [3, 0], "changed": [0, 0], "damaged": 3, "left": 3,
     }  # fmt: skip
