@@ -68,6 +68,15 @@ class Probe:
             else:
                 layer[page].neg_()
 
+    def prepare_stage(self) -> None:
+        """Make room for what the pipeline stage before sends, as vLLM does while it warms up. Its CPU build with
+        --enforce-eager does not warm up, and fails with the first step. (With compilation a start takes minutes.)"""
+        runner = self.model_runner
+        if runner.intermediate_tensors is None and self.parallel_config.rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device="cpu"
+            )
+
     def zero_states(self, page: int | None = None) -> None:
         """Zero the recurrent states in a page, or in all pages, as if they had not been handed over."""
         for module in self.vllm_config.compilation_config.static_forward_context.values():

@@ -41,14 +41,7 @@ from told import told_at_once
 from tools import delta, probe_all
 
 WANTED = os.environ.get("PD_STATES", "")
-# vLLM's CPU pipeline parallelism fails with --enforce-eager.
-TWO_STAGES = [
-    "--pipeline-parallel-size",
-    "2",
-    "--no-enforce-eager",
-    "--compilation-config",
-    '{"backend": "eager"}',
-]
+TWO_STAGES = ["--pipeline-parallel-size", "2"]
 DIMS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 SETUPS: Mapping[str, Mapping[str, Any]] = {
     **{kind: {} for kind in ARGS},
@@ -105,6 +98,18 @@ def setup(request: pytest.FixtureRequest, folder: Path) -> Setup:
         build(built, path)
     base = Setup.of(model=path, both=True, vllm="0.32 V1", args=ARGS[kind_of(name)], **unlike)
     return UnlikeSetup(**vars(base), other=other, decode_env=tuple(env.items()))
+
+
+@pytest.fixture
+def pair(pair: Pair) -> Pair:
+    """The running pair."""
+    for engine, args in (
+        (pair.p, pair.setup.prefill_args),
+        (pair.d, pair.setup.decode_args),
+    ):
+        if TWO_STAGES[0] in args:
+            probe_all(engine, "prepare_stage")
+    return pair
 
 
 each_setup = pytest.mark.parametrize("setup", SETUPS, indirect=True)
