@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.loader import read_head
 from pd_connector.pool.record import layer_sum
-from pd_connector.pool.store.base import Reading, Store
+from pd_connector.pool.store.base import FAR, Reading, Store
 
 
 class Checked(NamedTuple):
@@ -33,6 +33,24 @@ def sound(key: bytes, part: str, reading: Reading) -> str:
         if layer_sum(data) != layer.sum:
             return f"the bytes of layer {layer.layer} differ from their sum"
     return ""
+
+
+class InMemory(Reading):
+    """A part that was read already."""
+
+    tier = FAR
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self.nbytes = len(data)
+
+    def into(self, buffer: memoryview, offset: int) -> None:
+        if offset + len(buffer) > self.nbytes:
+            raise PoolError(Miss.DAMAGED, f"ends after {self.nbytes} bytes")
+        buffer[:] = self._data[offset : offset + len(buffer)]
+
+    def close(self) -> None:
+        self._data.release()
 
 
 def verify(store: Store) -> Iterator[Checked]:

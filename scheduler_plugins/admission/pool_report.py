@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine tells a router of the KV pool of its host: `GET /pd/pool`, with `?after=N` a page of the store's journal. The
-middleware of the engine's API server answers it."""
+middleware of the engine's API server answers it. With `?after=N&of=far` the page is of the far store that the host's carrier reaches."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a chunk of this model; 0: not known."""
     bytes_per_s: Annotated[dict[str, Speed], msgspec.Meta(max_length=8)] = {}
     """How fast this engine loads chunks, by tier."""
+    far: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
+    """The far store that the host's carrier reaches, the same at every host; empty: there is no carrier, or it does not know."""
     events: Annotated[tuple[PoolEvent, ...], msgspec.Meta(max_length=MOST_EVENTS)] = ()
     next: Number = 0
     """Pass it as `after` to get the next page."""

@@ -13,8 +13,11 @@ from msgspec.structs import replace
 
 from pd_connector.errors import ConfigError, PoolError
 from pd_connector.pool.advertised import find_engine
+from pd_connector.pool.carrier.asking import CarrierLink
+from pd_connector.pool.carrier.messages import FarPage
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import memory_folder
+from pd_connector.pool.store.base import FAR
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
 from scheduler_plugins.admission.pool_report import PATH, PoolEvent, PoolReport
@@ -39,6 +42,7 @@ class PoolMiddleware:
         self._app = app
         self._engine = engine
         self._store: LocalStore | None = None
+        self._carrier: CarrierLink | None = None
         self._opening = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,9 +60,12 @@ class PoolMiddleware:
     async def _answer(self, scope: Scope) -> PoolReport | Refusal:
         if not may_enter(scope):
             return _refusal(401, "wrong or no API key")
-        after = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("after", [""])[-1]
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        after, of = query.get("after", [""])[-1], query.get("of", [""])[-1]
         if after and not (_NUMBER.fullmatch(after) and abs(int(after)) <= _MOST):
             return _refusal(400, f"after {after[:32]!r}: must be `next` of the page before, or 0")
+        if of not in ("", FAR):
+            return _refusal(400, f"of {of[:32]!r}: must be {FAR}, or be left out")
         config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
         engine = self._engine or pool_engine(config)
         if engine is None:
@@ -69,8 +76,10 @@ class PoolMiddleware:
             async with self._opening:
                 if self._store is None:
                     self._store = await asyncio.to_thread(_opened)
-            store = self._store
-            return await asyncio.to_thread(_report, store, engine, after)
+                    self._carrier = CarrierLink(memory_folder())
+            store, carrier = self._store, self._carrier
+            assert carrier is not None
+            return await asyncio.to_thread(_report, store, carrier, engine, after, of)
         except (ConfigError, PoolError, OSError) as error:
             return _refusal(503, f"the pool cannot be read: {error}")
 
@@ -79,7 +88,9 @@ def _opened() -> LocalStore:
     return LocalStore(Space(memory_folder(), 0), visits=True)
 
 
-def _report(store: LocalStore, engine: str, after: str) -> PoolReport | Refusal:
+def _report(
+    store: LocalStore, carrier: CarrierLink, engine: str, after: str, of: str
+) -> PoolReport | Refusal:
     """In a thread: the store's files are read."""
     store.restore_folders()
     advertised = find_engine(store.advertised(), engine)
@@ -96,10 +107,24 @@ def _report(store: LocalStore, engine: str, after: str) -> PoolReport | Refusal:
         bytes_per_s=advertised.bytes_per_s,
     )
     if not after:
-        return report
+        carried = carrier.status()
+        return replace(report, far=carried.mark) if carried else report
+    if of:
+        return _far_page(report, carrier.far_page(int(after)))
     page = store.journal(int(after))
     events = tuple(PoolEvent(event.number, event.key.hex(), event.tier) for event in page.events)
     return replace(report, events=events, next=page.next, whole=page.whole, more=page.more)
+
+
+def _far_page(report: PoolReport, page: FarPage | None) -> PoolReport:
+    if page is None:
+        return report
+    events = tuple(
+        PoolEvent(page.next, key.hex(), FAR if there else "") for key, there in page.events
+    )
+    return replace(
+        report, far=page.far, events=events, next=page.next, whole=page.whole, more=page.more
+    )
 
 
 def _refusal(status: int, message: str) -> Refusal:

@@ -46,6 +46,7 @@ class Engine(NamedTuple):
     chunk_tokens: int
     alone: bool  # it takes part in no handoff
     cpu_gib: int = 0  # room for KV, if `gpus` are cores of a CPU
+    copy: int = 0  # of the fleet
 
     def command(self, model: str, apart: bool) -> str:
         """The line that starts it. `apart`: other engines are on other nodes."""
@@ -94,7 +95,7 @@ def engines_of(chosen: Candidate, inventory: Inventory) -> list[Engine]:
                 room = part.profile.kv_tokens * part.profile.kv_bytes_per_token
                 gib = ceil(room / (1 << 30)) if node in cpus else 0
                 port = FIRST_PORT + number
-                engines.append(Engine(part.role, node, port, gpus, chunk, alone, gib))
+                engines.append(Engine(part.role, node, port, gpus, chunk, alone, gib, copy))
     return engines
 
 
@@ -167,6 +168,7 @@ def write(
             for old in (
                 *folder.glob("fleets/*.yaml"),
                 *folder.glob("start-*.sh"),
+                *folder.glob("router*.yaml"),
                 *(folder / name for name in (VALUES, COMPOSE)),
             ):
                 old.unlink(missing_ok=True)
@@ -175,11 +177,18 @@ def write(
                 msgspec.yaml.encode(fleet_file(row.candidate.fleet))
             )
         engines = engines_of(plan.chosen.candidate, plan.inventory)
-        for name, text in _scripts(engines, model):
-            path = folder / name
-            path.write_text(text)
-            path.chmod(0o755)
-        (folder / ROUTER).write_bytes(router_file(engines, plan.promise, plan.policy))
+        copies = [
+            [engine for engine in engines if engine.copy == copy]
+            for copy in range(plan.chosen.candidate.copies)
+        ]
+        for of_copy in copies:
+            for name, text in _scripts(of_copy, model):
+                path = folder / name
+                path.write_text(text)
+                path.chmod(0o755)
+            # No KV passes between copies, so each has a router.
+            name = ROUTER if len(copies) == 1 else f"router-{of_copy[0].node}.yaml"
+            (folder / name).write_bytes(router_file(of_copy, plan.promise, plan.policy))
         for name, content in ((VALUES, values), (COMPOSE, compose)):
             if content is not None:
                 (folder / name).write_bytes(msgspec.yaml.encode(content))
@@ -224,6 +233,8 @@ def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
     values = dict[str, object](model=model)
     if any(engine.cpu_gib for engine in engines):
         return None, "our chart starts engines on GPUs"
+    if any(engine.copy for engine in engines):
+        return None, "our chart has one router; this plan has one for each node"
     if any(engine.alone for engine in engines):
         return (
             None,

@@ -46,7 +46,11 @@ def _findings(folder: Path) -> Iterator[Finding]:
         text = str(said).replace(f"{folder}/", "")
         return Finding(str(folder), name, Status.FAIL, text, _AGAIN)
 
-    for name in (FLEET, ROUTER, PAGE):
+    # A fleet that has a copy on each node has a router for each.
+    copied = any(folder.glob("router-*.yaml"))
+    nodes = [path.stem.removeprefix("start-") for path in folder.glob("start-*.sh")]
+    routers = [f"router-{node}.yaml" for node in sorted(nodes)] if copied else [ROUTER]
+    for name in (FLEET, *routers, PAGE):
         if not (folder / name).is_file():
             yield wrong(name, "is missing")
     planned: fleet.Fleet | None = None
@@ -69,7 +73,7 @@ def _findings(folder: Path) -> Iterator[Finding]:
         yield from (wrong("start-NODE.sh", said) for said in _unlike(planned, started))
     engines = Counter(engine.role for node in started.values() for engine in node)
     checks: dict[str, Callable[[Path], Iterator[str]]] = {
-        ROUTER: lambda path: _router(path, started),
+        **dict.fromkeys(routers, lambda path: _router(path, started)),
         VALUES: lambda path: _values(path, engines),
         COMPOSE: lambda path: _compose(path, engines),
     }
@@ -150,6 +154,8 @@ def _text(kinds: Counter[tuple[str, int, int]]) -> str:
 
 def _router(path: Path, started: dict[str, list[Started]]) -> Iterator[str]:
     router: RouterConfig = parse(path.read_bytes(), {}, path.name)
+    if node := path.stem.removeprefix("router").removeprefix("-"):
+        started = {node: started.get(node, [])}
     for role, urls in (("prefill", router.prefill), ("decode", router.decode), ("", router.engine)):
         listed = sorted(int(url.rpartition(":")[2]) for url in urls)
         ports = sorted(

@@ -21,8 +21,8 @@ from scheduler_plugins.router.policies.base import (
 from scheduler_plugins.router.roles.controller import RoleController
 from scheduler_plugins.sim.engine import ARRIVAL
 from scheduler_plugins.sim.journey import Journey
-from scheduler_plugins.sim.kv_pool import KvPool
-from scheduler_plugins.sim.links import Links, Network
+from scheduler_plugins.sim.kv_pool import FAR, KvPool, Pools
+from scheduler_plugins.sim.links import Links, Network, Place
 from scheduler_plugins.sim.node import ClusterView, Node
 from scheduler_plugins.sim.prefill import RunningPrefill
 from scheduler_plugins.sim.roles import EVERY_S, Roles, Ticks
@@ -52,21 +52,24 @@ class Cluster:
         policy: Policy,
         *,
         network: Network | None = None,
-        pool: KvPool | None = None,
+        pools: Sequence[KvPool] = (),
         classes: Sequence[QosClass] = ONLY,
         seed: int = 0,
     ) -> None:
         """Join the engines. Nothing runs yet.
 
         Args:
-            pool: gets every computed prompt. Policies can fetch prefixes from it.
+            pools: get every prompt that an engine which reaches them computes. Policies can fetch prefixes from them.
             classes: classes of users, whose promises (SLOs) the policy sees.
         """
         self.nodes: dict[str, Node] = {}
-        self.pool = pool
-        rates = {} if pool is None else {pool.name: pool.settings.bytes_per_s}
+        self.pools = Pools(pools)
+        rates = {pool.name: pool.settings.bytes_per_s for pool in pools}
         self.links = Links(network or Network(), rates)
-        self.view = ClusterView(self.nodes, self.links, pool)
+        for pool in pools:
+            if pool.host:
+                self.links.place(pool.name, Place(node=pool.host))
+        self.view = ClusterView(self.nodes, self.links, self.pools)
         self._policy = policy
         self._random = Random(seed)
         self._classes = {qos_class.name: qos_class for qos_class in classes}
@@ -155,8 +158,8 @@ class Cluster:
         node.ticket = -1
         self.links.drop(name)
         self._timeline.schedule_links()
-        if self.pool is not None:
-            self.pool.drop(name)
+        for pool in self.pools.all:
+            pool.drop(name)
         lost = [
             travelling
             for travelling in self._journeys.values()
@@ -172,6 +175,18 @@ class Cluster:
                 self._rooms.give(other, now_s)
         for journey in lost:
             self._decide(journey, now_s)
+
+    def host_dies(self, host: str, now_s: float) -> list[Node]:
+        """Remove all engines of a host, and what its memory held. Returns those that were there."""
+        dead = [node for node in self.nodes.values() if node.host == host and node.up]
+        for node in dead:
+            node.draining = True  # none of them gets the requests of another
+        for node in dead:
+            self.die(node.name, now_s)
+        for pool in self.pools.all:
+            if pool.host == host:
+                pool.lose_all()
+        return dead
 
     def drain(self, name: str, now_s: float) -> None:
         """Drain an engine: it gets no new requests, and finishes its own."""
@@ -256,6 +271,9 @@ class Cluster:
         if isinstance(source, KvPool):
             source.got(hashes, now_s)
             latency_s = source.settings.latency_s
+            if source.name == FAR:
+                record.far_tokens = pulled
+                self.pools.brought(computes.host, hashes, now_s)
         else:
             journey.source = source
         done = partial(self._pulled, journey, computes, hashes, journey.attempt)
@@ -263,23 +281,21 @@ class Cluster:
 
     def _source(self, route: Route) -> Node | KvPool | None:
         """The source from which a prefix is fetched."""
-        if self.pool is not None and route.pull_from == self.pool.name:
-            return self.pool
+        if (pool := self.pools.named(route.pull_from)) is not None:
+            return pool
         return None if route.pull_from is None else self.nodes[route.pull_from]
 
     def _put(self, node: Node, hashes: Sequence[object], now_s: float) -> None:
-        """Give the pool the blocks of a computed prompt that it lacks."""
-        pool = self.pool
-        if pool is None or not hashes:
-            return
-        fresh = pool.missing(hashes, node.name)
-        if fresh:
-            size = len(fresh) * node.block_tokens * self.links.network.kv_bytes_per_token
-            done = partial(pool.put, hashes, fresh)
-            latency_s = pool.settings.latency_s
-            self._timeline.transfer(node.name, pool.name, size, now_s, done, latency_s)
-        else:
-            pool.got(hashes, now_s)
+        """Give each pool that the engine reaches the blocks of a computed prompt that it lacks."""
+        for pool in self.pools.of(node.host) if hashes else ():
+            fresh = pool.missing(hashes, node.name)
+            if fresh:
+                size = len(fresh) * node.block_tokens * self.links.network.kv_bytes_per_token
+                done = partial(pool.put, hashes, fresh)
+                latency_s = pool.settings.latency_s
+                self._timeline.transfer(node.name, pool.name, size, now_s, done, latency_s)
+            else:
+                pool.got(hashes, now_s)
 
     def _pulled(
         self, journey: Journey, node: Node, hashes: Sequence[object], attempt: int, now_s: float

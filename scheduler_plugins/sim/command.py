@@ -112,6 +112,8 @@ _COUNTS = {
     "both": "engines that prefill and decode; needs --prefill 0 --decode 0",
     "cpu_prefill": "prefill engines without a GPU, for long prompts in the background (policy length)",
     "level": "detail of the simulation; 1: whole prompts, 2: steps and room for KV",
+    "hosts": "hosts over which engines are spread, each with a KV pool of its own (--pool-blocks); 0: one pool for all engines",
+    "host_deaths": "how often a host dies with its caches and pool, evenly over the trace; it serves again after a minute",
     "cache_blocks": "size of each engine's prefix cache, in blocks",
     "seed": "seed of all random choices",
 }
@@ -127,9 +129,14 @@ _NETWORK = {
     "kv_bytes_per_token": "size of one token's KV on the wire, in bytes",
 }
 _POOL = {
-    "blocks": "size of a KV pool that all engines share, in blocks; 0: no pool",
+    "blocks": "size of a KV pool that all engines share, or each host has (--hosts), in blocks; 0: no pool",
     "bytes_per_s": "bandwidth of the pool for all puts together, and for all gets together",
     "latency_s": "latency of a put or a get, added to a transfer's latency, in seconds",
+}
+_FAR = {
+    "blocks": "size of a far store behind the pools of hosts, in blocks; 0: none",
+    "bytes_per_s": "bandwidth of the far store for all puts together, and for all gets together",
+    "latency_s": "latency of a put or a get there, added to a transfer's latency, in seconds",
 }
 
 
@@ -240,9 +247,17 @@ def _scenario(given: SimpleNamespace) -> Scenario:
         cpu_costs=load(given.cpu_cost_model) if given.cpu_cost_model else CPU_COSTS,
         network=network,
         pool=PoolSettings(**{name: getattr(given, f"pool_{name}") for name in _POOL}),
+        far=_far(given),
         ttft_slo_s=given.ttft_ms / 1e3,
         tpot_slo_s=given.tpot_ms / 1e3,
     )
+
+
+def _far(given: SimpleNamespace) -> PoolSettings:
+    try:
+        return PoolSettings(**{name: getattr(given, f"far_{name}") for name in _FAR})
+    except ValueError as error:
+        raise ValueError(str(error).replace("pool", "far", 1)) from None
 
 
 def _parameters() -> Iterator[Parameter]:
@@ -273,6 +288,7 @@ def _parameters() -> Iterator[Parameter]:
         (_NUMBERS, Scenario, ""),
         (_NETWORK, Network, ""),
         (_POOL, PoolSettings, "pool_"),
+        (_FAR, PoolSettings, "far_"),
     ):
         defaults = {field.name: field.default for field in fields(owner)}
         for name, text in texts.items():
@@ -329,7 +345,10 @@ def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
     columns = (
         "policy", "TTFT s", "p50", "p99", "TPOT ms", "p99", "hit", "goodput /s", "in time", "P busy", "D busy", "moves", "rejected", "took s",
     )  # fmt: skip
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    with_far = any(summary.far for summary in summaries)
+    at = columns.index("hit") + 1
+    shown = [*columns[:at], *(["far"] if with_far else []), *columns[at:]]
+    table = Table(*shown, box=None, padding=(0, 2, 0, 0))
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
@@ -339,6 +358,7 @@ def _table(summaries: Sequence[Summary], took_s: Sequence[float]) -> Table:
             *(f"{summary.ttft_s[key]:.3f}" for key in ("mean", "p50", "p99")),
             *(f"{summary.tpot_s[key] * 1e3:.1f}" for key in ("mean", "p99")),
             f"{summary.hit:.3f}",
+            *([f"{summary.far:.3f}"] if with_far else []),
             f"{summary.goodput_per_s:.2f}",
             f"{summary.attained * summary.served / summary.requests:.3f}",
             *(_busy(summary, letter) for letter in ("p", "d")),

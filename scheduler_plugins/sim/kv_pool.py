@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV pool that all engines of a simulated cluster share. They put their computed KV into it, and get other engines'
-KV."""
+"""KV pools of a simulated cluster: one that all engines share, or one for each host, with a far store behind them. Engines put
+their computed KV into those that they reach, and get other engines' KV."""
 
 from __future__ import annotations
 
@@ -36,8 +36,15 @@ class PoolSettings:
 class KvPool:
     """The pool's blocks, the least recently used one evicted first. Policies see it as a `PrefixSource`."""
 
-    def __init__(self, settings: PoolSettings, block_tokens: int) -> None:
-        self.name = "pool"
+    def __init__(
+        self, settings: PoolSettings, block_tokens: int, name: str = "pool", host: str = ""
+    ) -> None:
+        """An empty pool.
+
+        Args:
+            host: whose engines alone reach it; empty: all engines do.
+        """
+        self.name, self.host = name, host
         self.settings = settings
         self.block_tokens = block_tokens
         self._cache = LruBlocks(settings.blocks)
@@ -73,6 +80,36 @@ class KvPool:
         held = self._cache.prefix(hashes, len(hashes))
         self._cache.arrived(hashes[:held], now_s)
 
+    def lose_all(self) -> None:
+        """Its memory is gone."""
+        self._cache = LruBlocks(self.settings.blocks)
+        self.coming = {}
+
     def drop(self, engine: str) -> None:
         """Forget the blocks that an engine was sending when it died."""
         self.coming = {block: name for block, name in self.coming.items() if name != engine}
+
+
+FAR = "far"
+"""Name of the far store."""
+
+
+class Pools:
+    """The pools of a cluster."""
+
+    def __init__(self, pools: Sequence[KvPool] = ()) -> None:
+        self.all = tuple(pools)
+
+    def of(self, host: str) -> list[KvPool]:
+        """Those that engines of a host reach, its own first."""
+        return [pool for pool in self.all if pool.host in ("", host)]
+
+    def named(self, name: str | None) -> KvPool | None:
+        """The pool of this name."""
+        return next((pool for pool in self.all if pool.name == name), None)
+
+    def brought(self, host: str, hashes: Sequence[BlockHash], now_s: float) -> None:
+        """Blocks came from the far store: they pass through the memory of the host."""
+        for pool in self.of(host):
+            if pool.host:
+                pool.put(hashes, hashes[: pool.settings.blocks], now_s)

@@ -16,7 +16,7 @@ from scheduler_plugins.router.engines.counted_load import EngineLoad, Loaded
 from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
 from scheduler_plugins.sim.cache import LruBlocks
 from scheduler_plugins.sim.engine import SimulatedEngine
-from scheduler_plugins.sim.kv_pool import KvPool
+from scheduler_plugins.sim.kv_pool import KvPool, Pools
 from scheduler_plugins.sim.links import NOWHERE, Links, Place
 
 
@@ -38,6 +38,8 @@ class NodeSettings:
     pull_prefix: bool = False
     """Whether an engine fetches cached prefixes from others."""
     place: Place = NOWHERE
+    host: str = ""
+    """Whose pool it uses; empty: it has no host of its own."""
 
 
 class Node(Loaded):
@@ -47,6 +49,8 @@ class Node(Loaded):
         self.name = name
         self.role = role
         self.place = settings.place
+        self.host = settings.host
+        self.settings = settings
         self.up = True
         self.draining = False
         self.costs = settings.truth
@@ -99,9 +103,9 @@ class Node(Loaded):
 class ClusterView:
     """`View` of a cluster: the counts that a live router would have, and caches with the delay of their events."""
 
-    def __init__(self, nodes: dict[str, Node], links: Links, pool: KvPool | None = None) -> None:
+    def __init__(self, nodes: dict[str, Node], links: Links, pools: Pools | None = None) -> None:
         self._nodes = nodes
-        self._pools = () if pool is None else (pool,)
+        self._pools = () if pools is None else pools.all
         self._links = links
         self._now_s = 0.0
         self._by_role: dict[Role, Sequence[Node]] = {}
@@ -150,5 +154,9 @@ class ClusterView:
         return counts
 
     def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
-        own_s = source.settings.latency_s if isinstance(source, KvPool) else 0.0
+        own_s = 0.0
+        if isinstance(source, KvPool):
+            if source.host not in ("", self._nodes[target.name].host):
+                return inf
+            own_s = source.settings.latency_s
         return own_s + self._links.estimate_s(source.name, target.name, tokens)

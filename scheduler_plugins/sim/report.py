@@ -40,6 +40,7 @@ class Summary:
     tpot_s: Mapping[str, float]
     hit: float  # part of the served requests' prompt tokens that came from a cache
     pulled: float  # part of those tokens that came from another engine's cache or the pool
+    far: float  # part of those tokens that came from the far store
     goodput_per_s: float  # requests that were served within both promises, per second of arrivals
     attained: float  # part of the served requests that were
     utilisation: Mapping[str, float]  # by engine, fraction of the time in which it computed
@@ -79,6 +80,7 @@ def summarize(
         tpot_s=spread([request.tpot_s for request in done if request.request.max_tokens > 1]),
         hit=sum(request.cached_tokens for request in done) / max(1, tokens),
         pulled=sum(request.pulled_tokens for request in done) / max(1, tokens),
+        far=sum(request.far_tokens for request in done) / max(1, tokens),
         goodput_per_s=kept / arriving_s,
         attained=kept / max(1, len(done)),
         utilisation={node.name: node.busy_s / duration_s for node in nodes},

@@ -26,6 +26,8 @@ class Served:
     """The engine that answered."""
     pulled_tokens: int = 0
     """Prompt tokens from another engine's cache."""
+    far_tokens: int = 0
+    """Those of them that came from the far store."""
     rejected: str = ""
     """Reason of the refusal; empty if it was not refused."""
     restarts: int = 0

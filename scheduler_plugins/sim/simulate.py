@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
@@ -18,9 +18,9 @@ from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import BOTH_SIDES, DEFAULT, PREFILL, create
 from scheduler_plugins.router.roles.controller import RoleController
 from scheduler_plugins.router.roles.registry import create as create_roles
-from scheduler_plugins.sim.cluster import Cluster
+from scheduler_plugins.sim.cluster import Change, Cluster
 from scheduler_plugins.sim.fleet import MOST_ENGINES, Fleet, Part
-from scheduler_plugins.sim.kv_pool import KvPool, PoolSettings
+from scheduler_plugins.sim.kv_pool import FAR, KvPool, PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.node import Node, NodeSettings
 from scheduler_plugins.sim.report import RoleMove, Summary, summarize
@@ -33,6 +33,8 @@ real engine."""
 CPU_COSTS = CostModel(a=6e-4, b=6e-9, c=0.2, d0=0.1, d1=2e-3, d2=1e-7)
 """An invented engine without a GPU, ten times slower."""
 CHUNK_TOKENS = 2048
+HOST_RETURNS_S = 60.0
+"""After its death a host serves again, in seconds."""
 ONLY_CLASS, BACKGROUND = "default", "background"
 """Classes of requests for which a user waits, and of background requests."""
 _BACKGROUND_PART = 0.05
@@ -77,7 +79,14 @@ class Scenario:
     pull_prefix: bool = False
     network: Network = field(default_factory=Network)
     pool: PoolSettings = field(default_factory=PoolSettings)
-    """A KV pool that all engines share; none by default."""
+    """A KV pool that all engines share, or one for each host; none by default."""
+    hosts: int = 0
+    """Hosts, over which engines are spread, each with a pool of its own. 0: all engines share one pool."""
+    far: PoolSettings = field(default_factory=PoolSettings)
+    """A far store behind the pools of hosts; none by default."""
+    host_deaths: int = 0
+    """How often a host dies, evenly over the trace, each host in turn. It loses its engines' caches and its pool, and serves again
+    after `HOST_RETURNS_S`."""
     background: float = 0.0
     """Fraction of background requests. They have a separate class with the lowest priority."""
     speed: float = 1.0
@@ -99,6 +108,16 @@ class Scenario:
         for name in ("cache_blocks", "block_tokens"):
             if not (count := getattr(self, name)) >= 1:
                 raise ValueError(f"{name} {count}: must be 1 or more")
+        for name in ("hosts", "host_deaths"):
+            if (count := getattr(self, name)) < 0:
+                raise ValueError(f"{name} {count}: must be 0 or more")
+        if self.far.blocks < 0 or (self.far.blocks and not self.hosts):
+            raise ValueError(
+                f"far_blocks {self.far.blocks}: must be 0 (no far store) or more, with hosts (--hosts); one pool that all engines "
+                "share is --pool-blocks"
+            )
+        if self.host_deaths and not self.hosts:
+            raise ValueError(f"host_deaths {self.host_deaths}: needs hosts (--hosts)")
         if not 0 <= self.lag_s < inf:
             raise ValueError(f"lag_s {self.lag_s}: must be a number of seconds from 0 on")
         if self.level not in (1, 2):
@@ -148,7 +167,8 @@ class Scenario:
         for part in self.parts.parts:
             settings, letter = self._settings(part), _LETTERS[part.role]
             for _ in range(part.number):
-                nodes.append(Node(f"{letter}{counts[letter]}", part.role, settings))
+                own = self._at_host(settings, counts[letter])
+                nodes.append(Node(f"{letter}{counts[letter]}", part.role, own))
                 counts[letter] += 1
         return nodes
 
@@ -164,6 +184,36 @@ class Scenario:
         raise ValueError(
             f"{role}: the scenario has no engine of this role to start another like it"
         )
+
+    def _at_host(self, settings: NodeSettings, number: int) -> NodeSettings:
+        if not self.hosts:
+            return settings
+        host = _host(number % self.hosts)
+        return replace(settings, host=host, place=settings.place._replace(node=host))
+
+    def _pools(self) -> list[KvPool]:
+        """The pool of each host and the far store; or one pool for all engines."""
+        tokens = self.block_tokens
+        if not self.hosts:
+            return [KvPool(self.pool, tokens)] if self.pool.blocks else []
+        names = [_host(number) for number in range(self.hosts)]
+        own = [KvPool(self.pool, tokens, f"pool {host}", host) for host in names]
+        far = [KvPool(self.far, tokens, FAR)] if self.far.blocks else []
+        return [*(own if self.pool.blocks else []), *far]
+
+    def deaths(self, until_s: float) -> list[Change]:
+        """The deaths of hosts in a trace that ends then. Each host returns, with empty caches."""
+        return [
+            Change(until_s * (number + 1) / (self.host_deaths + 1), self._dies(number % self.hosts))
+            for number in range(self.host_deaths)
+        ]
+
+    def _dies(self, number: int) -> Callable[[Cluster, float], None]:
+        def dies(cluster: Cluster, now_s: float) -> None:
+            for dead in cluster.host_dies(_host(number), now_s):
+                cluster.join(Node(dead.name, dead.role, dead.settings), now_s, HOST_RETURNS_S)
+
+        return dies
 
     def _settings(self, part: Part) -> NodeSettings:
         return NodeSettings(
@@ -184,7 +234,7 @@ class Scenario:
             self.nodes(),
             create(policy, decode_policy),
             network=self.parts.network or self.network,
-            pool=KvPool(self.pool, self.block_tokens) if self.pool.blocks else None,
+            pools=self._pools(),
             classes=self._classes,
             seed=self.seed,
         )
@@ -229,6 +279,10 @@ class Scenario:
         )
 
 
+def _host(number: int) -> str:
+    return f"h{number}"
+
+
 def simulate(
     scenario: Scenario,
     arrivals: Sequence[Waiting],
@@ -258,7 +312,8 @@ def simulate(
     if shown == CONDUCTOR_GLOBAL:
         name, scenario = "conductor", replace(scenario, pull_prefix=True)
     cluster = scenario.cluster(name, decode_policy)
-    served = cluster.run(arrivals, controller=controller)
+    deaths = scenario.deaths(arrivals[-1].arrival_s) if scenario.host_deaths else ()
+    served = cluster.run(arrivals, deaths, controller=controller)
     summary = summarize(
         f"{roles}, {shown}" if roles else shown,
         served,

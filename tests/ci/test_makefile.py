@@ -65,7 +65,12 @@ def test_lint_builds_the_site(tmp_path: Path):
         script.write_text("#!/bin/sh\ncase $0 in *docs) exit 7;; esac\n")
         script.chmod(0o755)
     done = subprocess.run(
-        ["make", "lint", "PY=true"], cwd=tmp_path, capture_output=True, text=True, check=False
+        ["make", "lint", "PY=true"],
+        cwd=tmp_path,
+        env={**os.environ, "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode != 0
     assert "Error 7" in done.stderr

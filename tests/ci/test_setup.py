@@ -110,7 +110,7 @@ def test_what_tests_need_is_made_side_by_side_from_nothing_and_said(folder: Path
     try:
         until(lambda: re.search(r"^ +\d+ s  waiting for ", run.said(), re.M))
         (folder / "go").touch()
-        assert run.process.wait(30) == 0, run.said()
+        assert run.process.wait(100) == 0, run.said()
     finally:
         run.end()
     installed = (folder / "installed").read_text()
@@ -147,7 +147,7 @@ def test_nothing_is_left_however_it_is_stopped(setup: Run, number: int, code: in
     pids = setup.working()
     assert all(map(alive, pids))
     setup.process.send_signal(number)
-    assert setup.process.wait(30) == code
+    assert setup.process.wait(100) == code
     if number != signal.SIGKILL:
         assert "run it again to go on" in setup.said()
         assert not any(map(alive, pids)), "it ended before what it had started"
@@ -161,7 +161,7 @@ def test_nothing_is_left_when_make_is_stopped(folder: Path, number: int) -> None
     try:
         pids = run.working()
         run.process.send_signal(number)
-        run.process.wait(30)
+        run.process.wait(100)
         until(lambda: not any(map(alive, pids)))
     finally:
         run.end()
@@ -183,4 +183,4 @@ def test_a_second_one_waits_and_says_so(setup: Run, folder: Path) -> None:
         assert all(re.match(r" +\d+ s  waiting for another ci/setup$", line) for line in lines[1:])
     finally:
         second.send_signal(signal.SIGTERM)
-        assert second.wait(30) == -signal.SIGTERM
+        assert second.wait(100) == -signal.SIGTERM

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -107,7 +108,62 @@ def test_a_custom_resource_with_a_slip_is_refused() -> None:
         assert any(complaint in one for one in complaints(document)), complaint
 
 
-@pytest.mark.parametrize("file", [MANIFESTS, FOLDER / "compose.yaml"])
+HOSTS = FOLDER / "compose-hosts.yaml"
+VALUES = {
+    "MODEL": "m",
+    "SECRET": "s",
+    "FIRST": "10.0.0.1",
+    "SECOND": "10.0.0.2",
+    "HOST": "10.0.0.1",
+    "KEY": "k",
+    "HF_TOKEN": "",
+}
+
+
+def filled(text: str) -> str:
+    """A compose file with its variables, as Docker fills them in."""
+    return re.sub(r"\$\{(\w+):[?-][^}]*\}", lambda found: VALUES.get(found[1], "/cache"), text)
+
+
+def services_of_hosts() -> dict[str, Any]:
+    services: dict[str, Any] = yaml.safe_load(filled(HOSTS.read_text()))["services"]
+    return services
+
+
+def test_the_router_of_two_hosts_knows_all_four_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = services_of_hosts()
+    router = services["router"]
+    asked = understood(monkeypatch, [*router["entrypoint"], *router["command"]])
+    ports = {
+        service["command"][service["command"].index("--port") + 1]
+        for name, service in services.items()
+        if name.startswith("engine")
+    }
+    wanted = {f"http://{host}:{port}" for host in ("10.0.0.1", "10.0.0.2") for port in ports}
+    assert set(asked.engine) == wanted
+
+
+def test_the_carrier_of_two_hosts_passes_our_check_and_dials_the_redis_of_the_file(
+    tmp_path: Path,
+) -> None:
+    services = services_of_hosts()
+    carrier, redis = services["carrier"], services["redis"]["command"]
+    far = urlsplit(carrier["environment"]["PD_CONNECTOR_FAR"])
+    assert far.hostname == redis[redis.index("--bind") + 1]
+    assert str(far.port) == redis[redis.index("--port") + 1]
+    assert far.password == redis[redis.index("--requirepass") + 1]
+    script = tmp_path / "carry.sh"
+    command = " ".join([*carrier["entrypoint"], *carrier["command"]])
+    script.write_text(f"PD_CONNECTOR_FAR={far.geturl()} {command}\n")
+    (told,) = [each for each in examine(str(script), {}).findings if each.name == "carrier"]
+    assert told.status in (Status.OK, Status.WARN), told
+    bound = carrier["volumes"][0].split(":")[1]
+    assert carrier["command"][carrier["command"].index("--key-file") + 1] == bound
+    extras = services["carrier"]["build"]["args"]["EXTRAS"].split(",")
+    assert {"router", "redis"} <= set(extras)
+
+
+@pytest.mark.parametrize("file", [MANIFESTS, FOLDER / "compose.yaml", HOSTS])
 def test_the_engines_configs_pass_our_own_check(file: Path) -> None:
     findings = examine(str(file), {}).findings
     assert [one for one in findings if one.status is not Status.OK] == []
@@ -190,6 +246,8 @@ def test_vllm_understands_its_arguments() -> None:
 
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     commands = [compose[side]["command"] for side in ("prefill", "decode")]
+    hosts = services_of_hosts()
+    commands += [service["command"] for name, service in hosts.items() if "engine" in name]
     deployments = by_name(committed(), "Deployment")
     commands += [container(deployments[f"pd-{side}"])["args"] for side in ("prefill", "decode")]
     parser = make_arg_parser(FlexibleArgumentParser())

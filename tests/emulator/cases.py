@@ -7,6 +7,7 @@ from direct_cases import DIRECT
 from graph_cases import REPLAYS
 from handoff_cases import DOORS
 from mla_cases import LATENTS
+from peer_cases import PEERS
 from public_cases import PUBLIC
 from sglang_cases import SGLANG
 from transfer_cases import TRANSFERS
@@ -14,7 +15,7 @@ from vllm_cases import STEPS
 
 TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
 CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS | REPLAYS | SGLANG
-CASES |= PUBLIC
+CASES |= PUBLIC | PEERS
 
 SWITCHES = {
     ("column_merge", True): ("mla, 16 heads", "latent_attention"),

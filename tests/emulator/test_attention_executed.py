@@ -23,6 +23,18 @@ SMALL = (
 """`python -m tests.emulator` executes all."""
 
 
+PEERS = (
+    *("peers, page 5", "peers, page 1056", "peers, 7 heads, 1 of KV, dim 128"),
+    *("peers, lengths", "peers, lengths, fp8", "peers, one long", "peers, ragged"),
+    *("peers, mla, page 24", "peers, mla, 5 heads", "peers, mla, lengths, fp8"),
+)
+
+
+def test_shapes_of_other_kernels_tests_are_right() -> None:
+    """`python -m tests.emulator peers` executes all."""
+    assert executed(*PEERS) == dict.fromkeys(PEERS, "")
+
+
 @pytest.mark.parametrize("seed", [0, 11])
 def test_results_are_those_of_the_reference(seed: int) -> None:
     """In lockstep; and in turns by chance, with the TMA's loads in any order."""

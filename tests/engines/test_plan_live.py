@@ -31,12 +31,12 @@ ASK = """
 curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
      -d '{{"model": "{model}", "prompt": "'"$(seq -s ' ' 400)"'", "max_tokens": 4}}'
 curl -s http://127.0.0.1:8000/metrics | grep '^pd_router:flows_total'
-curl -s http://127.0.0.1:{last}/metrics | grep '^pd_connector:handoffs_total' || true
+for port in {ports}; do curl -s http://127.0.0.1:$port/metrics | grep '^pd_connector:handoffs_total' || true; done
 """
 RUN = """
 set -e
 ip link set lo up
-for script in plan/out/start-*.sh; do { $script > log-engines 2>&1; touch ended; } & done
+for script in plan/out/start-*.sh; do ($script > log-engines 2>&1; touch ended) & done
 pd-router serve --config plan/out/router.yaml > log-router 2>&1 &
 for port in {ports} 8000; do
     curl -sf -o health-$port --retry 600 --retry-delay 1 --retry-connrefused http://127.0.0.1:$port/health
@@ -49,8 +49,8 @@ sleep 600
 P, D, W = Role.PREFILL, Role.DECODE, Role.WHOLE
 CASES = {
     # Mix, ports, what is seen in the end
-    "planner": ({("CPU-tp1", P): 1, ("CPU-tp1", D): 1}, "8100 8101", 'cause="handed_over"} 1'),
-    "colocated": ({("CPU-tp2", W): 1}, "8100", 'flow="decode_alone"} 1'),
+    "planner": ({("CPU-tp1", P): 1, ("CPU-tp1", D): 1}, "8100 8101", 'cause="handed_over".* [1-9]'),
+    "colocated": ({("CPU-tp2", W): 1}, "8100", 'flow="decode_alone".* [1-9]'),
 }
 
 
@@ -75,7 +75,7 @@ def test_the_files_of_a_plan_start_its_fleet(folder: Path, case: str) -> None:
     promise = Promise(60.0, 10.0)
     out = written(plan, mix_of(counts), cpu_stock(plan), str(MODEL), promise)
     assert main(["check", str(out)]) == 0
-    (folder / "ask").write_text(ASK.format(model=MODEL, last=ports.split()[-1]))
+    (folder / "ask").write_text(ASK.format(model=MODEL, ports=ports))
     kept = {
         name: value
         for name, value in os.environ.items()

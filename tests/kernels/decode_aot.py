@@ -212,6 +212,8 @@ MORE: dict[str, Callable[[], Launched]] = {
     "mla, 128 heads, page 16, fp8": functools.partial(mla_call, 128, page=16, coded=True),
     "mla, 32 heads, page 16, fp8": functools.partial(mla_call, 32, page=16, coded=True),
     "mla, 16 heads, fp8, 2 queries": functools.partial(mla_call, 16, 2, coded=True),
+    "mla, 16 heads, 8 queries": functools.partial(mla_call, 16, 8),
+    "mla, 16 heads, 8 queries, fp8": functools.partial(mla_call, 16, 8, coded=True),
     "mla, chosen": functools.partial(mla_call, 16, page=1),
     "mla, chosen, fp8": functools.partial(mla_call, 16, page=1, coded=True),
     "mla, 128 heads, chosen, fp8": functools.partial(mla_call, 128, page=1, coded=True),

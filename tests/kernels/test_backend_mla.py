@@ -243,9 +243,9 @@ def test_a_backend_that_ours_cannot_stand_in_for_is_refused(
 
 def test_more_tokens_than_the_kernel_takes_are_refused(model: Path) -> None:
     with (
-        mock.patch.object(MlaBuilder, "reorder_batch_threshold", 5),
+        mock.patch.object(MlaBuilder, "reorder_batch_threshold", 9),
         mock.patch.dict(os.environ, {plugin.MLA_VARIABLE: "CPU_MLA"}),
     ):
         plugin.register()
-        with pytest.raises(NotImplementedError, match="5 tokens are verified at a time: at most 4"):
+        with pytest.raises(NotImplementedError, match="9 tokens are verified at a time: at most 8"):
             made(model)

@@ -95,6 +95,7 @@ def test_refused_with_key_value_and_remedy(
     assert "pool" in str(caught.value)
 
 
+@pytest.mark.usefixtures("leaves")
 def test_more_disk_than_there_is(environment: Mapping[str, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pool\.disk 9000TiB: .* leaves"):
         load({"dir": str(tmp_path / "kv"), "disk": "9000TiB"}, environment)
@@ -109,6 +110,7 @@ def test_a_shared_memory_too_small_for_the_default(
         load(True, environment)
 
 
+@pytest.mark.usefixtures("leaves")
 def test_a_folder_open_to_others_is_refused(environment: Mapping[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o750)
@@ -119,6 +121,7 @@ def test_a_folder_open_to_others_is_refused(environment: Mapping[str, str], tmp_
         load({"dir": str(folder)}, environment)
 
 
+@pytest.mark.usefixtures("leaves")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
 def test_a_folder_of_another_user_is_refused(
     environment: Mapping[str, str], tmp_path: Path
@@ -137,6 +140,7 @@ def test_a_folder_of_another_user_is_refused(
         found.open()
 
 
+@pytest.mark.usefixtures("leaves")
 def test_a_link_is_not_followed(environment: Mapping[str, str], tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -144,6 +148,7 @@ def test_a_link_is_not_followed(environment: Mapping[str, str], tmp_path: Path) 
         load({"dir": str(tmp_path / "link")}, environment)
 
 
+@pytest.mark.usefixtures("leaves")
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.s3fs", "9p"])
 def test_a_network_file_system_is_refused(
     kind: str, environment: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -207,6 +212,7 @@ def test_the_containers_memory_limit_counts(
     assert room._cgroup_room() == 5 * GIB
 
 
+@pytest.mark.usefixtures("leaves")
 def test_what_the_pool_holds_already_is_its_own_to_use(
     environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,24 +23,31 @@ class Host:
     """
 
     def __init__(
-        self, folder: Path, address: str, keys: tuple[bytes, ...], memory: int, deadline_s: float
+        self,
+        folder: Path,
+        address: str,
+        keys: tuple[bytes, ...],
+        memory: int,
+        deadline_s: float,
+        python: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder / "pool"
-        self.address, self.keys, self.deadline_s = address, keys, deadline_s
+        self.address, self.keys, self.deadline_s, self.python = address, keys, deadline_s, python
         self.own = LocalStore(Space(self.folder, memory))
         self.store = ReachingStore(self.own, self.folder)
         self.start()
 
     def start(self) -> None:
         self.carried = LocalStore(Space(self.folder, 64 << 20, chosen=False))
+        seal, most_bytes = Seal(self.keys), 512 << 20
         self.carrier = Carrier(
-            self.carried, Seal(self.keys), self.address, 512 << 20, self.deadline_s
+            self.carried, seal, self.address, most_bytes, self.deadline_s, self.python
         )
         self.server = CarrierServer(self.carrier, self.folder)
 
     def ready(self) -> "Host":
-        until(lambda: len(self.carrier.children()) == 3, "far clients")
+        until(lambda: len(self.carrier.children()) == 3, "far clients", 90)
         return self
 
     def count(self, name: str) -> int:

@@ -92,12 +92,13 @@ def written(
     stock: Inventory | None = None,
     name: str = "it's $(x)",
     promise: Promise = PROMISE,
+    copies: int = 1,
 ) -> Path:
     """The folder of a plan that recommends this mix, without a search."""
     inventory = stock or load(folder / "inventory.yaml", read_model(folder / "config.json"))
     fleet = placed(mix, inventory)
     assert fleet is not None
-    candidate = Candidate(name_of(mix), mix, fleet, 1.0)
+    candidate = Candidate(name_of(mix), mix, fleet, 1.0, copies)
     row = Row(
         "planner", candidate, gpus_of(mix, inventory), 0.0, 0.0, [1.0] * 4, 0, 0.9, Late(0, 0, 0, 0)
     )

@@ -35,7 +35,7 @@ def mla_decode(
     take the reference in torch.
 
     Args:
-        q: bfloat16 or float16 `[batch, heads, 576]`, or `[batch, queries, heads, 576]` with up to 4
+        q: bfloat16 or float16 `[batch, heads, 576]`, or `[batch, queries, heads, 576]` with up to 8
             queries. 512 elements of a head belong to the latent, 64 to the part with RoPE.
         cache: `[pages, page, 576]` of q's dtype; or uint8 `[pages, page, 656]`, FlashMLA's FP8
             layout: 512 codes (e4m3), 4 scales (float32, one per 128 codes), 64 bfloat16 elements

@@ -31,7 +31,7 @@ CODED_BYTES = LATENT + 4 * GROUPS + 2 * ROPE
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of a cache without codes. float32 is for the reference alone."""
 
-MAX_QUERIES = 4
+MAX_QUERIES = 8
 
 GLUON_TILE = 64
 """Tokens of a tile of the Gluon kernel."""

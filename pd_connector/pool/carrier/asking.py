@@ -18,8 +18,12 @@ from pd_connector.pool.carrier.messages import (
     SOCKET,
     Answer,
     Ask,
+    AskFar,
     Bring,
     Brought,
+    Check,
+    Checked,
+    FarPage,
     Find,
     Request,
     Sizes,
@@ -39,6 +43,8 @@ SILENT_S = 0.25
 """Longest silence of a carrier that brings a chunk, in seconds."""
 BRING_S = 4.0
 """Longest wait for a chunk, in seconds."""
+_CHECK_S = 60.0
+"""Longest wait for a chunk that is checked, in seconds."""
 _LOOKS_AGAIN_S = 1.0
 """After which a carrier that was not there is looked for again, in seconds."""
 _CAUSES = {str(cause): cause for cause in Miss}
@@ -116,6 +122,25 @@ class CarrierLink:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             answer = self._request(Ask(), 2.0, 2.0)
             return answer if isinstance(answer, Status) else None
+        return None
+
+    def check(self, key: bytes, *, removes: bool) -> Checked:
+        """Have a chunk of the far store read and checked, for people.
+
+        Args:
+            removes: remove it there if it is damaged.
+        """
+        try:
+            answer = self._request(Check(key, removes), _CHECK_S, _CHECK_S)
+        except (OSError, msgspec.MsgspecError) as error:
+            return Checked(0, silent=f"the carrier of this host does not answer: {error!r}")
+        return answer if isinstance(answer, Checked) else Checked(0, silent="an answer to another")
+
+    def far_page(self, after: int) -> FarPage | None:
+        """A page of what the far store has, as far as this host's carrier knows; None without a carrier."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            answer = self._request(AskFar(after), 1.0, 1.0)
+            return answer if isinstance(answer, FarPage) else None
         return None
 
     def close(self) -> None:

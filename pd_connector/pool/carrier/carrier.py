@@ -24,19 +24,23 @@ from typing import NamedTuple
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.carrier.child import MOST_NAMES
 from pd_connector.pool.carrier.client import FarClient, SilentError
+from pd_connector.pool.carrier.far_journal import FarJournal, read_mark
 from pd_connector.pool.carrier.finding import gallop
 from pd_connector.pool.carrier.lasting import LastingThread
 from pd_connector.pool.carrier.markers import Markers
-from pd_connector.pool.carrier.messages import Brought, Sizes, Status
+from pd_connector.pool.carrier.messages import Brought, Checked, Sizes, Status
 from pd_connector.pool.carrier.object import Opened, Packed, unpacked
 from pd_connector.pool.far.registry import without_secret
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.base import Chunk, Refusal, Store, Why
+from pd_connector.pool.verify import InMemory, sound
 
 logger = logging.getLogger("pd_connector.pool.carrier")
 
 _FOLLOWS_S = 0.2
 """How often the journal is read, in seconds."""
+_MARKS_S = 2.0
+"""How often the far store's mark is read, in seconds: a new one means that it has lost what it had."""
 _PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
 """Bytes in one call, unless a single object has more. Engines wait for the second."""
 _MOST_WAITING = 1 << 14
@@ -59,6 +63,9 @@ class Stored(NamedTuple):
 class Carrier:
     """Any thread may call it.
 
+    Attributes:
+        journal: what it has put or found, for routers.
+
     Args:
         store: of this host.
         address: of the far store, checked by `far_address`.
@@ -78,6 +85,8 @@ class Carrier:
     ) -> None:
         self._store, self._seal, self._most_bytes = store, seal, most_bytes
         self._shown = without_secret(address)
+        self.journal = FarJournal()
+        self._reads_mark_s = 0.0
         self._writer = f"carrier-{secrets.token_hex(8)}"
         self._clients = self._finds, self._gets, self._puts = tuple(
             FarClient(name, address, deadline_s, python) for name in ("find", "get", "put")
@@ -110,7 +119,9 @@ class Carrier:
             return [each.nbytes if each else 0 for each in stored]
 
         try:
-            return Sizes(gallop(len(keys), sizes_of))
+            sizes = gallop(len(keys), sizes_of)
+            self.journal.note(keys[: len(sizes)], there=True)
+            return Sizes(sizes)
         except SilentError:
             self._count("silent_finds")
             return Sizes([], silent=True)
@@ -132,6 +143,36 @@ class Carrier:
         self._moves.set()
         return futures
 
+    def check(self, key: bytes, *, removes: bool) -> Checked:
+        """Read a chunk of the far store and check it as engines do, without keeping it here.
+
+        Args:
+            removes: remove it there if it is damaged.
+        """
+        problems: list[str] = []
+
+        def take(_place: int, data: memoryview) -> None:
+            try:
+                opened = unpacked(key, self._seal.open(stored.name, data))
+                for (name, _), part in zip(opened.table.parts, opened.parts, strict=True):
+                    if problem := sound(key, name, InMemory(part)):
+                        problems.append(f"{name}: {problem}")
+            except PoolError as error:
+                problems.append(str(error))
+
+        try:
+            (stored_there,) = self._look(self._gets, [key])
+            if stored_there is None:
+                return Checked(0)
+            stored = stored_there
+            self._gets.get([stored.name], [stored.nbytes], take)
+            if problems and removes:
+                self._gets.remove([stored.name])
+                self._know(key, None)
+        except SilentError as error:
+            return Checked(0, silent=f"the far store: {error}")
+        return Checked(stored.nbytes, "; ".join(problems))
+
     def status(self) -> Status:
         """What was done so far."""
         clients = self._clients
@@ -146,6 +187,8 @@ class Carrier:
         return Status(
             far=self._shown,
             sealed=self._seal.is_on,
+            mark=self.journal.far,
+            most_bytes=self._most_bytes,
             problem=problem,
             waiting=waiting,
             counts=counts,
@@ -180,6 +223,7 @@ class Carrier:
                 self._there[key] = stored
                 while len(self._there) > _MOST_KNOWN:
                     self._there.popitem(last=False)
+        self.journal.note([key], stored is not None)
 
     def _look(self, client: FarClient, keys: Sequence[bytes]) -> list[Stored | None]:
         """Where each chunk is. Raises SilentError."""
@@ -211,6 +255,8 @@ class Carrier:
                 )
                 self._count("begun_again")
                 self._begin_again()
+        with contextlib.suppress(SilentError):
+            self._read_mark(time.monotonic())
         with contextlib.suppress(PoolError):
             self._read_journal()
         self._look_again(time.monotonic())
@@ -224,6 +270,14 @@ class Carrier:
                 logger.exception("carrier: %d chunks were not put", len(chunks))
                 self._count("failed", len(chunks))
                 self._tried(chunks)
+
+    def _read_mark(self, now_s: float) -> None:
+        """Learn whether this is the far store of before, with what routers know of it. Raises SilentError."""
+        if now_s < self._reads_mark_s or not self._puts.is_ready:
+            return
+        self._reads_mark_s = now_s + _MARKS_S
+        if self.journal.is_of(read_mark(self._puts, self._seal)):
+            self._begin_again()
 
     def _begin_again(self) -> None:
         """The far store may have restarted, and have lost what it had: the whole journal is read again."""
@@ -333,8 +387,16 @@ class Carrier:
         except PoolError:
             self._count("gone")
             return None
-        if self._seal.sealed_bytes(packed.nbytes) > self._most_bytes:
+        if (nbytes := self._seal.sealed_bytes(packed.nbytes)) > self._most_bytes:
             packed.close()
+            if not self._counts["too_large"]:
+                logger.warning(
+                    "carrier: a chunk has %d bytes, and %s takes %d: such chunks stay on this host; keep them in half the bytes "
+                    "(config key pool.codec: int8), or use a store that takes larger objects (--far)",
+                    nbytes,
+                    self._shown,
+                    self._most_bytes,
+                )
             self._count("too_large")
             return None
         return packed

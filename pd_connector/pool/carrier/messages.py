@@ -14,6 +14,8 @@ SOCKET = "carrier"
 MOST_KEYS = 1024
 """Keys in a message. Chunks of a longer chain are not looked for in the far store."""
 MOST_MESSAGE = 128 << 10
+MOST_PAGE = 1536
+"""Events in a page of what the far store has."""
 BEAT_S = 0.1
 """While an engine waits for a chunk, the carrier says so often that it is alive, in seconds."""
 
@@ -58,21 +60,64 @@ class Ask(msgspec.Struct, frozen=True, tag="status"):
     """How is it? Answered by `Status`."""
 
 
+class AskFar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="far"):
+    """What has changed in the far store since a page? Answered by `FarPage`."""
+
+    after: int
+    """`next` of the page before; 0: the whole."""
+
+
+class FarPage(msgspec.Struct, frozen=True, tag="page"):
+    """What a carrier has put into the far store or found there."""
+
+    far: str
+    """The far store's id, the same at all carriers; empty while it is not known."""
+    events: Annotated[list[tuple[Key, bool]], msgspec.Meta(max_length=MOST_PAGE)]
+    """A chunk, and whether it is there."""
+    next: int
+    whole: bool = False
+    """The page begins the whole journal."""
+    more: bool = False
+
+
+class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check"):
+    """Is a chunk of the far store sound? It is read, and not kept here. Answered by `Checked`."""
+
+    key: Key
+    remove: bool = False
+    """Remove it there if it is damaged."""
+
+
+class Checked(msgspec.Struct, frozen=True, tag="checked"):
+    """A chunk of the far store that was read."""
+
+    nbytes: int
+    """0: it is not there any more."""
+    problem: str = ""
+    """What is wrong with it; empty: nothing."""
+    silent: str = ""
+    """Why the far store could not be asked."""
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="is"):
     """What a carrier has done since its start."""
 
     far: str
     """The store's address, without a password."""
     sealed: bool
+    mark: str = ""
+    """The far store's id, the same at all carriers; empty while it is not known."""
     problem: str = ""
     """Why the far store cannot be used at the moment."""
+    most_bytes: int = 0
+    """Bytes of the largest object that it takes."""
     waiting: int = 0
     """Chunks that wait to be put."""
     counts: dict[str, int] = {}
 
 
-Request = Find | Bring | Ask
-Answer = Sizes | Waiting | Brought | Status
+Request = Find | Bring | Ask | AskFar | Check
+Answer = Sizes | Waiting | Brought | Status | FarPage | Checked
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

@@ -20,8 +20,10 @@ from pd_connector.pool.carrier.messages import (
     MOST_MESSAGE,
     SOCKET,
     Ask,
+    AskFar,
     Bring,
     Brought,
+    Check,
     Find,
     SocketFolder,
     Waiting,
@@ -123,6 +125,10 @@ class CarrierServer:
             _send(channel, encode(self._carrier.find(message.keys)))
         elif isinstance(message, Ask):
             _send(channel, encode(self._carrier.status()))
+        elif isinstance(message, Check):
+            _send(channel, encode(self._carrier.check(message.key, removes=message.remove)))
+        elif isinstance(message, AskFar):
+            _send(channel, encode(self._carrier.journal.page(message.after)))
         elif isinstance(message, Bring):
             futures = self._carrier.bring(message.keys)
             if message.waits and futures:

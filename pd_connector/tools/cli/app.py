@@ -9,7 +9,7 @@ A command is an entry point of the group `pd_connector.commands`: a function wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import typer
 from rich.markup import escape
@@ -99,7 +99,7 @@ def _unavailable(reason: str) -> Any:
     return get_command(single)
 
 
-def fail(reason: str) -> None:
+def fail(reason: str) -> NoReturn:
     """Print the reason, and end the command with status 1."""
     from rich.console import Console
 

@@ -15,6 +15,7 @@ from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points
 from pd_connector.tools.cli.checks import (
+    carrier,
     configs_together,
     sglang_pool,
     transfer_config,
@@ -123,7 +124,7 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
         return Examined([finding], [])
     if not inline:
         environment = _set_in(text)
-    pools = [] if inline else sglang_pool.in_text(text, place)
+    pools = [] if inline else [*sglang_pool.in_text(text, place), *carrier.in_text(text, place)]
     if pools and not configs:
         return Examined(pools, [])
     if not configs:

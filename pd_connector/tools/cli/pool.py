@@ -19,7 +19,7 @@ from pd_connector.pool.carrier.asking import CarrierLink
 from pd_connector.pool.carrier.messages import Status as CarrierStatus
 from pd_connector.pool.part_names import part_codec
 from pd_connector.pool.settings import SHM_VARIABLE, make_above, memory_folder, text_of
-from pd_connector.pool.store.base import DISK, Chunk, StoreStatus
+from pd_connector.pool.store.base import DISK, FAR, Chunk, StoreStatus
 from pd_connector.pool.store.folder import VERSION
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
@@ -38,6 +38,13 @@ Folder = Annotated[
         "--dir",
         help="The pool's disk folder. Default: the one that the engines use.",
         show_default=False,
+    ),
+]
+OfFar = Annotated[
+    bool,
+    typer.Option(
+        "--far",
+        help="The chunks of the far store that this host's carrier has put or found, instead of those of this host.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -102,6 +109,42 @@ def carrier_status() -> CarrierStatus | None:
         return link.status()
     finally:
         link.close()
+
+
+@contextmanager
+def opened_carrier() -> Iterator[CarrierLink]:
+    """The carrier of this host. Ends the command if there is none, or it does not reach its store."""
+    link = CarrierLink(memory_folder())
+    try:
+        status = link.status()
+        if status is None:
+            fail(
+                f"no carrier serves {memory_folder()}: start one with `pd-connector pool carry`, as this user and with its "
+                f"{SHM_VARIABLE} if that is set"
+            )
+        if status.problem:
+            fail(f"the carrier of this host cannot use {status.far}: {status.problem}")
+        yield link
+    finally:
+        link.close()
+
+
+def far_keys(link: CarrierLink) -> list[bytes]:
+    """The chunks that a carrier knows to be in its far store, those that it noted first first. Ends the command if it ends."""
+    there: dict[bytes, None] = {}
+    after, more = 0, True
+    while more:
+        page = link.far_page(after)
+        if page is None:
+            fail("the carrier of this host has ended, or does not answer")
+        if page.whole:
+            there.clear()
+        for key, is_there in page.events:
+            there.pop(key, None)
+            if is_there:
+                there[key] = None
+        after, more = page.next, page.more
+    return list(there)
 
 
 def show_carrier(carrier: CarrierStatus | None, console: Console) -> None:
@@ -180,9 +223,19 @@ def ls(
     tenant: Annotated[
         str | None, typer.Option(help="Only chunks of this tenant.", show_default=False)
     ] = None,
+    of_far: OfFar = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the chunks, the oldest first: key, key of the chunk before it, tier, size, codec, parts, tenant."""
+    """List the chunks, the oldest first: key, key of the chunk before it, tier, size, codec, parts, tenant.
+
+    With --far: key, and whether this host has the chunk, too. A far store cannot be listed: what it has, and this carrier has
+    neither put nor found, is left out.
+    """
+    if of_far:
+        if tenant is not None:
+            fail("--tenant: cannot be told of chunks of the far store; leave it out beside --far")
+        _list_far(folder, as_json)
+        return
     others = set[str]()
     listed = False
     with opened(folder) as store:
@@ -216,17 +269,33 @@ def ls(
         )
 
 
+def _list_far(folder: Path | None, as_json: bool) -> None:
+    with opened_carrier() as link, opened(folder) as store:
+        keys = far_keys(link)
+        here = {chunk.key for chunk in store.chunks(keys)}
+    for key in keys:
+        if as_json:
+            print(json.dumps({"key": key.hex(), "tier": FAR, "here": key in here}))
+        else:
+            print(f"{key.hex()[:16]}  {FAR:6}  {'here, too' if key in here else ''}".rstrip())
+
+
 @app.command("verify")
 def verify_all(
     folder: Folder = None,
     remove: Annotated[
         bool, typer.Option("--remove", help="Remove the chunks that are damaged.")
     ] = False,
+    of_far: OfFar = False,
 ) -> None:
     """Read every chunk and check it. Ends with status 1 if one is damaged.
 
     Engines check what they load by themselves. This finds damage earlier, such as that of a failing disk.
+    With --far the carrier reads, and what does not open with its key is damaged.
     """
+    if of_far:
+        _verify_far(remove)
+        return
     chunks = nbytes = 0
     damaged = []
     with opened(folder) as store:
@@ -239,6 +308,26 @@ def verify_all(
             store.remove(damaged)
     print(
         f"{chunks:,} chunks with {text_of(nbytes)} read, {len(damaged)} damaged{', removed' if damaged and remove else ''}"
+    )
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _verify_far(remove: bool) -> None:
+    chunks = nbytes = damaged = gone = 0
+    with opened_carrier() as link:
+        for key in far_keys(link):
+            checked = link.check(key, removes=remove)
+            if checked.silent:
+                fail(f"{chunks:,} chunks read, then {checked.silent}")
+            gone += not checked.nbytes
+            chunks, nbytes = chunks + bool(checked.nbytes), nbytes + checked.nbytes
+            if checked.problem:
+                damaged += 1
+                print(f"damaged: {key.hex()}: {checked.problem}")
+    print(
+        f"{chunks:,} chunks with {text_of(nbytes)} read from the far store, {damaged} damaged"
+        f"{', removed' if damaged and remove else ''}, {gone} no longer there"
     )
     if damaged:
         raise typer.Exit(1)

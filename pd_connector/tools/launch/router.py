@@ -43,7 +43,7 @@ class RouterProcess(Service):
         command = [sys.executable, "-m", "scheduler_plugins.router"]
         command += ["--host", self.host, "--port", str(self.port)]
         for side, urls in (("--prefill", self.prefill), ("--decode", self.decode)):
-            command += [side, *urls]
+            command += [side, *urls] if urls else []
         return command + self.args
 
     def ready(self) -> bool:

@@ -149,6 +149,9 @@ class EngineCaches:
         if engine.store is not None:
             chunks = self.prefixes.store_chunks(engine.store.store)
             description |= {"pool": engine.store.name, "pool_chunks": chunks}
+            if far := engine.store.in_far:
+                chunks = self.prefixes.store_chunks(far.store)
+                description |= {"far": far.name, "far_chunks": chunks}
         return description
 
     def lag_s(self, engine: BackendEngine) -> float | None:

@@ -125,13 +125,14 @@ class Inquiry:
         raw = await self._ask(EngineCall("GET", report.PATH, self._headers()), BRIEF_S)
         return from_report(raw, urlsplit(self._url).hostname or "")
 
-    async def store(self, after: int | None = None) -> PoolReport | None:
+    async def store(self, after: int | None = None, of: str = "") -> PoolReport | None:
         """The engine's place in the KV pool of its host; None if it uses none.
 
         Args:
             after: `next` of the page before, to get a page of the store's journal; 0: its first page.
+            of: `far` for a page of the far store that its host's carrier reaches.
         """
-        query = "" if after is None else f"?after={after}"
+        query = "" if after is None else f"?after={after}" + (f"&of={of}" if of else "")
         call = EngineCall("GET", pool_report.PATH + query, self._headers())
         status, raw = await self._answer(call, BRIEF_S, pool_report.MOST_BYTES)
         if status == 404:

@@ -119,7 +119,7 @@ class EnginePool:
         self._stores = StoreReaders(
             self.caches.prefixes,
             lambda: self._watches,
-            lambda engine, after: self._watches[engine].ask.store(after),
+            lambda engine, after, of: self._watches[engine].ask.store(after, of),
             lambda: self._config.health_interval_s,
         )
 

@@ -101,6 +101,7 @@ class SlowProbes:
                 report.chunk_tokens,
                 report.chunk_bytes,
                 report.bytes_per_s,
+                report.far,
             ),
         )
         if before is None or before.store != report.store:

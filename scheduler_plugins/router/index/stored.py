@@ -18,6 +18,9 @@ MEMORY = "memory"
 """Name of the fastest tier. All others are about as slow as a disk."""
 MOST_CHUNKS = 1 << 20
 """Chunks of a store that are noted, in about 70 MB. If there are more, later ones are not."""
+FAR = "far"
+"""Name of the tier of a far store."""
+_FAR_STORE = "far "
 _NAME_DIGITS = 12
 
 
@@ -33,11 +36,20 @@ class StorePlace(msgspec.Struct, frozen=True):
     """0: not known."""
     bytes_per_s: dict[str, float] = {}
     """Speed of the engine's loads by tier, as far as it is known."""
+    far: str = ""
+    """Id of the far store that the host's carrier reaches, the same at every host; empty: none."""
 
     @property
     def name(self) -> str:
         """Name of the store, for people."""
         return name_of(self.store)
+
+    @property
+    def in_far(self) -> StorePlace | None:
+        """The engine's place in the far store; None if it reaches none."""
+        return (
+            msgspec.structs.replace(self, store=far_store(self.far), far="") if self.far else None
+        )
 
 
 class InStore(NamedTuple):
@@ -95,7 +107,14 @@ def part_names(store: str) -> tuple[str, str]:
 
 def name_of(store: str) -> str:
     """A store's name in decisions, on the page and in metrics."""
+    if store.startswith(_FAR_STORE):
+        return store[: len(_FAR_STORE) + _NAME_DIGITS]
     return f"pool {store[:_NAME_DIGITS]}"
+
+
+def far_store(far: str) -> str:
+    """The index's name of a far store. No host's store has such an id."""
+    return _FAR_STORE + far
 
 
 def chunk_hashes(model: bytes, tokens: bytes, salt: str) -> Hashes:

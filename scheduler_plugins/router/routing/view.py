@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil, inf
 
 from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
-from scheduler_plugins.router.index.stored import MEMORY, StorePlace
+from scheduler_plugins.router.index.stored import FAR, MEMORY, StorePlace
 from scheduler_plugins.router.policies.base import BlockHash, EngineView, PrefixSource, Role
 from scheduler_plugins.router.prompt.describe import BLOCK_TOKENS
 
@@ -40,7 +40,7 @@ class LiveView:
         return self._engines.get(role, ())
 
     def pools(self) -> Sequence[HostStore]:
-        """One for each host with a KV pool, and for each model in it."""
+        """One for each host with a KV pool and for each far store, and for each model in it."""
         return self._stores
 
     def match(self, hashes: Sequence[BlockHash], engines: Sequence[PrefixSource]) -> Sequence[int]:
@@ -58,25 +58,36 @@ class LiveView:
         return [self._matched[source.name] for source in engines]
 
     def transfer_s(self, source: PrefixSource, target: EngineView, tokens: int) -> float:
-        """From a host's KV pool: by the speed of the engine's loads; infinite for engines of other hosts. From an engine:
-        0, because engines do not report the speed of their links, and none fetches prefixes yet."""
+        """From a KV pool: by the speed of the engine's loads; infinite for engines that do not reach it. From an engine: 0,
+        because engines do not report the speed of their links, and none fetches prefixes yet."""
         if isinstance(source, HostStore):
             return source.load_s(target.name, tokens)
         return 0.0
 
 
 class HostStore:
-    """`PrefixSource`: the chunks of one model in the store of one host.
+    """`PrefixSource`: the chunks of one model in the store of one host, or in a far store.
 
     Attributes:
         name: of the pool, in decisions.
         block_tokens: tokens of a chunk.
     """
 
-    def __init__(self, name: str, places: Mapping[str, StorePlace]) -> None:
-        """`places`: by engine name, for each engine that may use these chunks."""
+    def __init__(
+        self, name: str, places: Mapping[str, StorePlace], hosts: Mapping[str, StorePlace] = {}
+    ) -> None:
+        """Look nothing up yet.
+
+        Args:
+            places: by engine name, for each engine that may use these chunks.
+            hosts: of a far store: the places of these engines in their hosts' stores. A chunk that is there is not brought.
+        """
         self.name = name
-        self._places = places
+        self._places, self._hosts = places, hosts
+        self._chunks = 0
+        self._here: dict[
+            str, int
+        ] = {}  # of a far store, by host: leading chunks of the last prompt that the host has
         self._place = next(iter(places.values()))
         self.block_tokens = self._place.chunk_tokens
         self._slow = 0  # chunks of the last prompt that are not in memory
@@ -84,7 +95,11 @@ class HostStore:
     def match(self, prefixes: Prefixes, prompt: PromptKeys) -> int:
         """Leading chunks of the prompt that are there."""
         chunks, in_memory = prefixes.in_store(prompt, self._place)
-        self._slow = chunks - in_memory
+        self._chunks, self._slow = chunks, chunks - in_memory
+        hosts = {place.store: place for place in self._hosts.values()}
+        self._here = {
+            store: prefixes.in_store(prompt, place).chunks for store, place in hosts.items()
+        }
         return chunks
 
     def load_s(self, engine: str, tokens: int) -> float:
@@ -97,29 +112,54 @@ class HostStore:
         if engine not in self._places:
             return inf
         chunks = ceil(tokens / self.block_tokens)
-        slow = min(chunks, self._slow)
-        return (chunks - slow) * self._chunk_s(engine, fast=True) + slow * self._chunk_s(
-            engine, fast=False
-        )
+        slow, others = self._slow, _is_disk
+        if self._hosts:
+            slow, others = self._chunks - self._here[self._hosts[engine].store], _is_far
+        slow = max(0, min(chunks, slow))
+        fast_s, slow_s = self._chunk_s(engine, _is_memory), self._chunk_s(engine, others)
+        return (chunks - slow) * fast_s + slow * slow_s
 
-    def _chunk_s(self, engine: str, *, fast: bool) -> float:
-        """Seconds to load a chunk from memory, or from another tier: by this engine's loads, else by another's."""
+    def _chunk_s(self, engine: str, counts: Callable[[str], bool]) -> float:
+        """Seconds to load a chunk from tiers that count: by this engine's loads, else by another's."""
         for place in (self._places[engine], *self._places.values()):
-            speeds = [v for tier, v in place.bytes_per_s.items() if (tier == MEMORY) is fast]
+            speeds = [speed for tier, speed in place.bytes_per_s.items() if counts(tier)]
             if speeds and place.chunk_bytes:
                 return place.chunk_bytes / min(speeds)
         return 0.0
 
 
+def _is_memory(tier: str) -> bool:
+    return tier == MEMORY
+
+
+def _is_disk(tier: str) -> bool:
+    return tier not in (MEMORY, FAR)
+
+
+def _is_far(tier: str) -> bool:
+    return tier == FAR
+
+
 def stores_of(places: Mapping[str, StorePlace]) -> list[HostStore]:
-    """The stores of these engines, in a steady order. A model has its own part of a store."""
+    """The stores of these engines, in a steady order: those of hosts, and far ones. A model has its own part of a store."""
+    far = {engine: in_far for engine, place in places.items() if (in_far := place.in_far)}
+    return [
+        *_grouped(places, {}),
+        *_grouped(far, {engine: places[engine] for engine in far}),
+    ]
+
+
+def _grouped(
+    places: Mapping[str, StorePlace], hosts: Mapping[str, StorePlace]
+) -> Iterator[HostStore]:
     grouped: dict[tuple[str, str], dict[str, StorePlace]] = {}
     for engine, place in places.items():
         grouped.setdefault((place.store, place.model), {})[engine] = place
     shared = [store for store, _ in grouped]
-    return [
-        HostStore(
-            used[next(iter(used))].name + (f" {model[:8]}" if shared.count(store) > 1 else ""), used
+    for (store, model), used in sorted(grouped.items()):
+        name = used[next(iter(used))].name
+        yield HostStore(
+            f"{name} {model[:8]}" if shared.count(store) > 1 else name,
+            used,
+            {engine: hosts[engine] for engine in used if engine in hosts},
         )
-        for (store, model), used in sorted(grouped.items())
-    ]

@@ -19,6 +19,9 @@ from support.pool_stores import wait_for_books
 from support.waits import until
 
 from pd_connector.pool.advertised import AdvertisedEngine
+from pd_connector.pool.carrier.far_journal import FarJournal
+from pd_connector.pool.carrier.messages import Status
+from pd_connector.pool.carrier.server import CarrierServer
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store import reports
 from pd_connector.pool.store.local import LocalStore
@@ -119,6 +122,42 @@ def test_a_journal_is_told_from_its_beginning_and_then_what_follows(store: Local
         keys[0].hex(): "",
     }
     assert server.page(further.next).events == ()
+
+
+def test_what_the_carrier_tells_of_the_far_store_is_told_on(store: LocalStore) -> None:
+    told(store)
+    server, journal, keys = Server(), FarJournal(), chain("a", 3)
+
+    def far_page(after: int) -> PoolReport:
+        status, body = server.get(f"after={after}&of=far")
+        assert status == 200, body
+        return decode(body)
+
+    assert (server.page().far, far_page(0).far, far_page(0).events) == ("", "", ())
+    journal.is_of("f" * 32)
+    journal.note(keys, True)
+    carrier: Any = SimpleNamespace(
+        journal=journal, status=lambda: Status(far="redis://h", sealed=True, mark=journal.far)
+    )
+    serving = CarrierServer(carrier, memory_folder())
+    try:
+        assert server.page().far == "f" * 32
+        first = far_page(0)
+        assert (first.far, first.store, first.whole) == ("f" * 32, store.id, True)
+        assert [(one.key, one.tier) for one in first.events] == [(k.hex(), "far") for k in keys]
+        journal.note(keys[:1], False)
+        further = far_page(first.next)
+        assert not further.whole
+        assert [(one.key, one.tier) for one in further.events] == [(keys[0].hex(), "")]
+        assert server.page(0).events == (), "the host's own journal is another"
+    finally:
+        serving.close()
+    assert (server.page().far, far_page(0).events) == ("", ())
+
+
+def test_another_journal_than_the_far_stores_is_refused_by_name(store: LocalStore) -> None:
+    told(store)
+    assert Server().refusal("after=0&of=near") == (400, "of 'near': must be far, or be left out")
 
 
 def test_a_long_journal_comes_in_pages(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

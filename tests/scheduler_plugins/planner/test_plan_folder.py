@@ -17,7 +17,7 @@ from pd_connector.tools.cli.app import main
 from scheduler_plugins.commands import main as pd_router
 from scheduler_plugins.planner.estimate import read_model
 from scheduler_plugins.planner.files import PAGE, TITLE, _is_plan
-from scheduler_plugins.planner.inventory import one_device
+from scheduler_plugins.planner.inventory import load, one_device
 from scheduler_plugins.planner.mix import mix_of
 from scheduler_plugins.qos.classes import Slo
 from scheduler_plugins.router.policies.base import Role
@@ -33,6 +33,13 @@ MIXES = {
     "one node": {("H100-tp1", P): 2, ("H100-tp2", D): 1},
     "cpu": {("CPU-tp1", P): 1, ("CPU-tp1", D): 1},
 }
+
+
+ALIKE = """
+nodes:
+  - {name: a, device: H100, gpus: 2, nic_gbit_per_s: 10}
+  - {name: b, device: H100, gpus: 2, nic_gbit_per_s: 10}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +160,31 @@ def test_engines_on_a_cpu_have_their_cores_and_room(plans: dict[str, Path]) -> N
     assert "our chart starts engines on GPUs" in page
     assert "our compose file starts engines on GPUs" in page
     assert not (plans["cpu"] / "values.yaml").exists()
+
+
+def test_each_copy_of_a_fleet_has_a_router(tmp_path: Path, capsys) -> None:
+    """KV between the copies would pass over the slow link that made the plan choose them."""
+    folder = inputs(tmp_path)
+    (tmp_path / "inventory.yaml").write_text(ALIKE)
+    stock = load(tmp_path / "inventory.yaml", read_model(folder / "config.json"))
+    out = written(folder, mix_of({("H100-tp1", P): 1, ("H100-tp1", D): 1}), stock, copies=2)
+    assert main(["check", str(out)]) == 0
+    assert not (out / "router.yaml").exists()
+    for node in ("a", "b"):
+        router = parse((out / f"router-{node}.yaml").read_bytes(), {}, "router")
+        assert {*router.prefill, *router.decode} == {
+            "http://127.0.0.1:8100",
+            "http://127.0.0.1:8101",
+        }
+        assert "PD_CONNECTOR_KEY" not in (out / f"start-{node}.sh").read_text(), "within a node"
+    assert "one for each node" in (out / "plan.md").read_text()
+    script = out / "start-b.sh"
+    script.write_text(script.read_text().replace("--port 8100", "--port 8109"))
+    assert main(["check", str(out)]) == 1
+    assert "router-b.yaml" in capsys.readouterr().out
+    (out / "router-b.yaml").unlink()
+    assert main(["check", str(out)]) == 1
+    assert "router-b.yaml is missing" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_router_knows_the_promise(plans: dict[str, Path]) -> None:

@@ -212,6 +212,8 @@ class FakeEngine:
         """What it answers to `GET /pd/load`; None: it has no such endpoint."""
         self.pool: Callable[[str | None], web.Response] | None = None
         """What it answers to `GET /pd/pool`, by the value of `after`; None: it has no such endpoint."""
+        self.far_pool: Callable[[str], web.Response] | None = None
+        """What it answers to `GET /pd/pool?after=N&of=far`."""
         self.model_root = ""
         self.model = "m"
         """The name of its model; it serves an adapter, too."""
@@ -330,6 +332,9 @@ class FakeEngine:
         return web.Response(body=self.report, content_type="application/json")
 
     async def _pool(self, request: web.Request) -> web.StreamResponse:
+        if request.query.get("of") == "far":
+            assert self.far_pool is not None
+            return self.far_pool(request.query["after"])
         self.pool_asked.append(request.query.get("after"))
         return web.Response(status=404) if self.pool is None else self.pool(self.pool_asked[-1])
 

@@ -50,7 +50,7 @@ def cluster(
     settings = NodeSettings(**{"truth": TRUTH, "block_tokens": 16, "order": "fcfs", **more})
     nodes = [Node(f"p{n}", Role.PREFILL, settings) for n in range(prefill)]
     nodes += [Node(f"d{n}", Role.DECODE, settings) for n in range(decode)]
-    return Cluster(nodes, create(policy), network=network, pool=pool)
+    return Cluster(nodes, create(policy), network=network, pools=[pool] if pool else [])
 
 
 def test_one_request_takes_prefill_transfer_and_steps() -> None:

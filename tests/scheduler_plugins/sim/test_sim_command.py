@@ -122,6 +122,22 @@ def test_a_pool_is_off_by_default_and_shared_by_all(recorded: Path, capsys) -> N
     assert rows[1]["hit"] > rows[0]["hit"]
 
 
+def test_a_far_store_has_what_hosts_lose_when_they_die(recorded: Path, capsys) -> None:
+    arguments = (recorded, "--cache-blocks", 4, "--json", "-", "--latency-s", 0)
+    pools = ("--hosts", 2, "--pool-blocks", 1000, "--pool-latency-s", 0, "--host-deaths", 2)
+    far = ("--far-blocks", 1000, "--far-bytes-per-s", 1e10, "--far-latency-s", 0)
+    rows = []
+    for more in (pools, (*pools, *far)):
+        assert simulate(*arguments, *more) == 0
+        rows += json.loads(capsys.readouterr().out)
+    assert [row["served"] for row in rows] == [60, 60]
+    assert rows[0]["far"] == 0
+    assert rows[1]["far"] > 0
+    assert rows[1]["hit"] > rows[0]["hit"]
+    assert simulate(recorded, "--cache-blocks", 4, "--latency-s", 0, *pools, *far) == 0
+    assert " far " in capsys.readouterr().out
+
+
 def test_azures_form_is_read(tmp_path: Path, capsys) -> None:
     path = tmp_path / "azure.csv"
     rows = [f"2023-11-16 18:1{n}:03.9799600,{100 + n},{5 + n}" for n in range(5)]
@@ -172,6 +188,11 @@ def test_a_mistake_is_named(recorded: Path, options: tuple[str, str], said: str,
         ("--latency-s -5", "latency_s -5.0"),
         ("--kv-bytes-per-token -1", "kv_bytes_per_token -1"),
         ("--pool-latency-s -1", "pool_latency_s -1.0"),
+        ("--far-blocks -1", "far_blocks -1"),
+        ("--far-blocks 5", "with hosts (--hosts)"),
+        ("--hosts 2 --far-latency-s -1", "far_latency_s -1.0"),
+        ("--hosts -1", "hosts -1"),
+        ("--host-deaths 1", "needs hosts (--hosts)"),
         ("--limit 0", "limit 0"),
         ("--compare ,", "compare ','"),
         ("--json /nowhere/x.json", "no folder /nowhere"),

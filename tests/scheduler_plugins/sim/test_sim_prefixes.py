@@ -14,7 +14,7 @@ from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import create
 from scheduler_plugins.sim.cluster import Change, Cluster
-from scheduler_plugins.sim.kv_pool import KvPool, PoolSettings
+from scheduler_plugins.sim.kv_pool import FAR, KvPool, PoolSettings
 from scheduler_plugins.sim.links import Network
 from scheduler_plugins.sim.node import Node, NodeSettings
 from scheduler_plugins.sim.served import Served
@@ -39,7 +39,7 @@ def cluster(
     settings = NodeSettings(truth=TRUTH, block_tokens=BLOCK, order="fcfs", pull_prefix=pull_prefix)
     nodes = [Node(f"p{n}", Role.PREFILL, settings) for n in range(prefill)]
     nodes.append(Node("d0", Role.DECODE, settings))
-    return Cluster(nodes, create("conductor"), network=network, pool=pool)
+    return Cluster(nodes, create("conductor"), network=network, pools=[pool] if pool else [])
 
 
 def pool(**settings: float) -> KvPool:
@@ -139,3 +139,43 @@ def test_a_pool_makes_more_hits_than_engines_alone() -> None:
     assert together.ttft_s["mean"] < apart.ttft_s["mean"]
     assert apart.pulled == 0 < together.pulled <= together.hit
     assert together.moved_bytes > apart.moved_bytes
+
+
+def hosts(*pools: KvPool) -> Cluster:
+    """Two hosts, each with a prefill engine; the first has the decode engine, too."""
+    settings = NodeSettings(truth=TRUTH, block_tokens=BLOCK, order="fcfs")
+    at = [replace(settings, host=host) for host in ("h0", "h1")]
+    nodes = [Node(f"p{n}", Role.PREFILL, of) for n, of in enumerate(at)]
+    nodes.append(Node("d0", Role.DECODE, settings))
+    return Cluster(nodes, create("conductor"), network=FAST, pools=pools)
+
+
+def test_a_host_reads_its_own_pool_and_the_far_store_but_no_other_hosts() -> None:
+    settings = PoolSettings(blocks=1000, bytes_per_s=4e6, latency_s=0.0)
+    first, second = prompt("a", 800, 0.0, shared=50), prompt("b", 816, 10.0, shared=50)
+    for far, pulled in (([], 0), ([KvPool(settings, BLOCK, FAR)], 800)):
+        own = [KvPool(settings, BLOCK, f"pool {host}", host) for host in ("h0", "h1")]
+        made = hosts(*own, *far)
+
+        def first_dies(made: Cluster, now_s: float, own: list[KvPool] = own) -> None:
+            (filled,) = [pool for pool in own if pool.blocks]
+            made.host_dies(filled.host, now_s)
+            assert not filled.blocks
+
+        begun, served = run(made, first, second, changes=[Change(5.0, first_dies)])
+        assert served.p != begun.p
+        assert (served.pulled_tokens, served.far_tokens) == (pulled, pulled)
+
+
+def test_what_comes_from_far_is_in_the_hosts_pool_from_then_on() -> None:
+    settings = PoolSettings(blocks=1000, bytes_per_s=4e6, latency_s=0.0)
+    own = [KvPool(settings, BLOCK, f"pool {host}", host) for host in ("h0", "h1")]
+    far = KvPool(settings, BLOCK, FAR)
+    made = hosts(*own, far)
+    shared = prompt("a", 800, 0.0, shared=50).block_hashes
+    far.put(shared, shared, 0.0)
+    (served,) = run(made, prompt("b", 816, 1.0, shared=50))
+    assert served.far_tokens == 800
+    place = 0 if served.p == "p0" else 1
+    assert own[place].seen(shared, 9.0) == 50
+    assert own[1 - place].blocks == 0

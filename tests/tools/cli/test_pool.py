@@ -14,9 +14,14 @@ import msgspec
 import pytest
 from support.pool_records import record, sealed
 from support.pool_stores import patient
+from support.redis_servers import RedisServer, redis_server
+from support.waits import until
 from typer.testing import CliRunner, Result
 
+from pd_connector.pool.carrier.carrier import Carrier
+from pd_connector.pool.carrier.server import CarrierServer
 from pd_connector.pool.chunk_layout import coded_run
+from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.record import Record, Writer, encode
 from pd_connector.pool.settings import SHM_VARIABLE, PoolSettings, load
@@ -227,3 +232,84 @@ def test_a_folder_without_a_pool_is_named_and_left_as_it_is(
         assert f"no pool in {folder}" in " ".join(result.output.split())
     assert not (tmp_path / "nothing").exists()
     assert not list(empty.iterdir())
+
+
+SEAL = Seal((b"k" * 32,))
+
+
+@pytest.fixture
+def redis(settings: PoolSettings, tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that a carrier of this host has put three chunks into."""
+    with redis_server(tmp_path) as server:
+        store: LocalStore = settings.open().host  # type: ignore[attr-defined]
+        for part in PARTS:
+            put(store, *part)
+        carrier = Carrier(store, SEAL, server.address, 512 << 20, 5.0)
+        serving = CarrierServer(carrier, settings.memory.path)
+        try:
+            until(lambda: carrier.status().counts.get("put") == len(PARTS), "the chunks", 60)
+            until(lambda: not carrier.status().problem, "all far clients", 60)
+            yield server
+        finally:
+            serving.close()
+            carrier.close()
+            store.close()
+
+
+def test_without_a_carrier_it_says_how_to_start_one(settings: PoolSettings) -> None:
+    settings.open().close()
+    for command in ("ls", "verify"):
+        result = call(command, "--far")
+        assert result.exit_code == 1
+        assert "pd-connector pool carry" in " ".join(result.output.split())
+
+
+def test_ls_lists_what_was_put_and_whether_this_host_has_it(
+    redis: RedisServer, settings: PoolSettings
+) -> None:
+    call("clear", "--yes")
+    lines = [json.loads(line) for line in call("ls", "--far", "--json").output.splitlines()]
+    assert {line["key"] for line in lines} == {key.hex() for key in KEYS}
+    assert not any(line["here"] for line in lines)
+    store = settings.open().host  # type: ignore[attr-defined]
+    put(store, *PARTS[0])
+    store.close()
+    here = [line for line in call("ls", "--far").output.splitlines() if "here, too" in line]
+    assert [line[:16] for line in here] == [KEYS[0].hex()[:16]]
+
+
+def test_verify_reads_all_and_finds_and_removes_what_a_stranger_has_changed(
+    redis: RedisServer,
+) -> None:
+    assert "3 chunks with" in call("verify", "--far").output
+    stranger, name = redis.client(), f"pd:{SEAL.names(KEYS[1])[0]}"
+    data = bytearray(stranger.get(name))
+    data[-1] ^= 1
+    stranger.set(name, bytes(data))
+    result = call("verify", "--far")
+    assert result.exit_code == 1
+    assert f"damaged: {KEYS[1].hex()}" in result.output
+    assert stranger.exists(name), "without --remove it stays"
+    assert call("verify", "--far", "--remove").exit_code == 1
+    assert not stranger.exists(name)
+    assert "2 chunks with" in call("verify", "--far").output
+
+
+def test_verify_finds_what_opens_and_is_no_sound_chunk(
+    redis: RedisServer, settings: PoolSettings
+) -> None:
+    """What a host with the key puts is looked at as closely as a file of this host."""
+    stranger, (name, other) = redis.client(), (f"pd:{SEAL.names(key)[0]}" for key in KEYS[:2])
+    contents = SEAL.open(name[3:], memoryview(stranger.get(name)))
+    contents[-1] ^= 1
+    room = bytearray(SEAL.sealed_bytes(len(contents)))
+
+    def read(buffer: memoryview, offset: int) -> None:
+        buffer[:] = contents[offset : offset + len(buffer)]
+
+    SEAL.seal(name[3:], len(contents), read, memoryview(room))
+    stranger.set(name, bytes(room))
+    result = call("verify", "--far")
+    assert "differ from their sum" in result.output
+    assert result.output.count("damaged: ") == 1
+    assert other

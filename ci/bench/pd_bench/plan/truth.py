@@ -54,6 +54,7 @@ class Played(NamedTuple):
 
     predicted: float
     live: float
+    refused: int  # requests, live
 
     @property
     def points(self) -> float:
@@ -129,11 +130,12 @@ def played(case: Case, judge: Judge, stock: Inventory, logs: Path) -> Played:
             f"{case.search}: {len(failed)} of {len(outcomes)} requests failed, the first: {failed[0].status} "
             f"{failed[0].error}; see {logs}"
         )
+    refused = sum(each.status == 429 for each in outcomes)
     in_time = sum(
         each.served and each.ttft_s <= PROMISE.ttft_s and each.tpot_s <= PROMISE.tpot_s
         for each in outcomes
     )
-    return Played(predicted, in_time / len(outcomes))
+    return Played(predicted, in_time / len(outcomes), refused)
 
 
 @contextmanager

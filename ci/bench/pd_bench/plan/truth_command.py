@@ -16,7 +16,7 @@ from pd_connector.tools.launch.service import log_folder
 from pd_connector.tools.output import Json
 
 POINTS = 3.0
-TIMES = (0.9, 1.15)
+TIMES = (0.9, 1.0)
 """Rates at which fleets are played, as multiples of the planned one."""
 NOTES = ["engines are mocks, which take the time of an invented cost model", "the router is real"]
 
@@ -36,7 +36,7 @@ def command(
             both = truth.played(case, judge, stock, folder)
             text = (
                 f"{case.candidate.name}, {case.per_s:.2f} a second: predicted {both.predicted:.3f} in time, "
-                f"live {both.live:.3f}"
+                f"live {both.live:.3f}, {both.refused} refused"
             )
             console.print(text, soft_wrap=True, markup=False, highlight=False)
             params: dict[str, str | int | float] = {

@@ -11,10 +11,13 @@ from rich.console import Console
 
 from pd_bench.command_output import exit_codes, noise_note, report
 from pd_bench.serve.bench import ServeBench
+from pd_bench.serve.hosts import MOONCAKE, REDIS, HostsBench, HostsFindings
+from pd_bench.serve.hosts import SCALE as HOSTS_SCALE
 from pd_bench.serve.measure import Plan, ServeFindings
 from pd_bench.serve.pool import PoolServeBench
 from pd_bench.serve.pool_turns import AGAIN, PLAIN, POOL
 from pd_bench.serve.stack import PARTS, RIVAL
+from pd_connector.tools.cli.app import fail
 from pd_connector.tools.output import Json
 
 LOADS = (0.5, 0.8, 1.1)
@@ -44,13 +47,21 @@ def serve(
             help="Compare our stack with a KV pool and without, and after its engines have died.",
         ),
     ] = False,
+    far: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Two hosts with this store between their KV pools ({REDIS}, {MOONCAKE}), under faults: counts, no speeds.",
+            show_default=False,
+        ),
+    ] = None,
     requests: Annotated[int, typer.Option(min=10, help="Requests of one run.")] = 50,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with other requests.")] = 3,
     scale: Annotated[
         float | None,
         typer.Option(
             min=1.0,
-            help="Divisor of the trace's lengths (32; with --pool 16).",
+            help="Divisor of the trace's lengths (32; with --pool 16, with --far 16).",
             show_default=False,
         ),
     ] = None,
@@ -69,8 +80,18 @@ def serve(
     With --pool both sides are ours, on this host and without a link: with a KV pool and without, at
     shares (0.5) of what the one without completes. After all rounds both engines with the pool are
     killed, and the same requests come again.
+
+    With --far two namespaces are hosts, each with two unlike engines and a carrier, and our router is in
+    front of them (needs root). The store's server is killed and returns while the trace is served, then
+    carriers are killed, then one host dies with its memory and the trace comes again. Exit code 1 if a
+    request was lost, an answer differs from one engine's, or nothing came from the other host.
     """
     stderr = Console(stderr=True)
+    if far is not None:
+        if far not in (REDIS, MOONCAKE):
+            fail(f"--far {far}: must be {REDIS} or {MOONCAKE}")
+        _serve_hosts(HostsBench(trace, far, requests, scale or HOSTS_SCALE, link_mbit), stderr)
+        return
     if pool:
         _serve_pool(
             PoolServeBench(trace, Plan(load or POOL_LOADS, requests, rounds, scale or POOL_SCALE)),
@@ -85,6 +106,31 @@ def serve(
         version = bench.check()
         findings = bench.measure(stderr)
     report([(RIVAL, findings.comparisons)], _notes(bench, version, findings), json)
+
+
+def _serve_hosts(bench: HostsBench, stderr: Console) -> None:
+    with exit_codes(stderr):
+        findings = bench.run(stderr)
+    for line in _hosts_lines(findings):
+        print(line)
+    if not findings.is_good:
+        raise typer.Exit(1)
+
+
+def _hosts_lines(findings: HostsFindings) -> list[str]:
+    """What two hosts have done, for people."""
+    carriers = [
+        ", ".join(f"{name} {number:,}" for name, number in sorted(counts.items()) if number)
+        for counts in findings.carriers
+    ]
+    return [
+        f"{findings.sent} requests: {findings.lost} lost, {findings.unequal} answers differ from one engine's",
+        *(f"  lost {number} times: {failure}" for failure, number in findings.failures.items()),
+        f"first turn: {findings.first[0]:,.0f} chunks loaded, {findings.first[1]:,.0f} of them from the far store",
+        f"after a host's death: {findings.again[0]:,.0f} chunks loaded, {findings.again[1]:,.0f} of them from the far store",
+        f"  {findings.named:,.0f} decisions of the router named it",
+        *(f"carrier {name}: {counts}" for name, counts in zip("ab", carriers, strict=False)),
+    ]
 
 
 def _serve_pool(bench: PoolServeBench, stderr: Console, json: Path | None) -> None:

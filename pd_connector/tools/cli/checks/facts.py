@@ -102,6 +102,27 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class CarrierFacts:
+    """The carrier of this host."""
+
+    far: str = ""
+    """The far store that it reaches; empty: none runs."""
+    sealed: bool = False
+    problem: str = ""
+    """Why it cannot be used at the moment."""
+    too_large: int = 0
+    """Chunks that were larger than the far store takes."""
+    most_bytes: int = 0
+    """What it takes."""
+    not_put: int = 0
+    """Chunks that it did not take for another reason."""
+    refused: str = ""
+    """Why the address in the environment cannot be used."""
+    has_ended: bool = False
+    """None runs, and one has run."""
+
+
+@dataclass(frozen=True)
 class Pool:
     """The KV pool of this user on this host."""
 
@@ -123,6 +144,7 @@ class Pool:
     """Why nothing is saved at the moment."""
     unwritable: tuple[tuple[str, str], ...] = ()
     """Tiers that engines could not write to: name, and the folder with what is wrong and what to do."""
+    carrier: CarrierFacts = CarrierFacts()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 """The KV pool of this user on this host: where it lies, what is in it, and why it is off."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from pd_connector.errors import ConfigError, PDConnectorError
@@ -11,6 +12,7 @@ from pd_connector.pool.settings import SHM_VARIABLE, load, memory_folder, text_o
 from pd_connector.pool.store.base import DISK
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
+from pd_connector.tools.cli.checks import carrier
 from pd_connector.tools.cli.checks.facts import Facts, Pool
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
@@ -34,13 +36,15 @@ def look() -> Pool:
                 refused = f"{inner}: this user cannot write there; mount it writable, or name another tmpfs in {SHM_VARIABLE}"
     except ConfigError as error:
         refused = str(error)
-    facts = Pool(str(memory), file_system(tmpfs), size, budget, refused)
+    facts = Pool(
+        str(memory), file_system(tmpfs), size, budget, refused, carrier=carrier.look(memory)
+    )
     if not memory.is_dir():
         return facts
     try:
         return _inside(facts, memory)
     except (PDConnectorError, OSError) as error:
-        return Pool(str(memory), facts.kind, size, budget, refused or str(error))
+        return replace(facts, refused=refused or str(error))
 
 
 def _inside(facts: Pool, memory: Path) -> Pool:
@@ -69,6 +73,7 @@ def _inside(facts: Pool, memory: Path) -> Pool:
             unknown,
             status.problem,
             tuple((tier.tier, tier.why) for tier in status.unwritable),
+            facts.carrier,
         )
     finally:
         store.close()
@@ -79,7 +84,8 @@ def check(facts: Facts) -> list[Finding]:
     pool = facts.pool
     if pool is None:
         return []
-    return [folder(pool), *contents(pool), *engines(pool)]
+    far = carrier.findings(pool.carrier, AREA)
+    return [folder(pool), *contents(pool), *engines(pool), *far]
 
 
 def folder(pool: Pool) -> Finding:

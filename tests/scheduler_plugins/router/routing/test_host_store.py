@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from math import inf
 
+import pytest
 from policy_engines import Known
 
 from pd_connector.pool.keys import chain
 from scheduler_plugins.router.index.hashes import token_bytes
 from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
-from scheduler_plugins.router.index.stored import StorePlace
+from scheduler_plugins.router.index.stored import StorePlace, far_store
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.routing.view import LiveView
 
+FAR = "f" * 32
 MODEL, OTHER_MODEL = b"m" * 32, b"o" * 32
 CHUNK_BYTES = 1_000_000
 TOKENS = list(range(1000))
@@ -71,3 +73,49 @@ def test_each_host_is_a_source_and_each_model_in_it() -> None:
     assert list(two.match(PROMPT, two.pools())) == [7, 0]
     assert two.transfer_s(two.pools()[0], B, 128) == inf
     assert view().pools() == ()
+
+
+def far_view(far: int, here: int = 0, **places: StorePlace) -> LiveView:
+    index = Prefixes()
+    keys = [key.hex() for key in chain(MODEL, TOKENS)]
+    index.apply_journal(far_store(FAR), [(key, "far") for key in keys[:far]], whole=True)
+    index.apply_journal("a" * 32, [(key, "memory") for key in keys[:here]], whole=True)
+    return LiveView({Role.PREFILL: [A, B]}, index, 0.0, places)
+
+
+def far_place(store: str = "a", reaches: str = FAR, **speeds: float) -> StorePlace:
+    return StorePlace(store * 32, MODEL.hex(), 128, CHUNK_BYTES, speeds, reaches)
+
+
+def far_s(seen: LiveView, engine: Known, tokens: int = 7 * 128) -> float:
+    (pool,) = [pool for pool in seen.pools() if pool.name.startswith("far")]
+    assert list(seen.match(PROMPT, [pool])) == [7]
+    return seen.transfer_s(pool, engine, tokens)
+
+
+def test_a_far_store_costs_each_engine_that_reaches_it_its_own_speed() -> None:
+    seen = far_view(7, a=far_place(memory=1e9, disk=1e3, far=1e7), b=far_place("b", far=1e8))
+    assert [pool.name for pool in seen.pools()] == [
+        "pool aaaaaaaaaaaa",
+        "pool bbbbbbbbbbbb",
+        "far ffffffffffff",
+    ]
+    assert far_s(seen, A) == pytest.approx(7 * CHUNK_BYTES / 1e7)
+    assert far_s(seen, B) == pytest.approx(7 * CHUNK_BYTES / 1e8)
+    without = far_view(7, a=far_place(reaches=""), b=far_place("b"))
+    assert far_s(without, A) == inf
+    assert far_s(without, B) == 0.0, "not measured yet"
+
+
+def test_what_the_host_has_itself_is_not_brought() -> None:
+    seen = far_view(7, 5, a=far_place(memory=1e9, far=1e7))
+    assert far_s(seen, A) == pytest.approx(5 * CHUNK_BYTES / 1e9 + 2 * CHUNK_BYTES / 1e7)
+    assert far_s(seen, A, tokens=2 * 128) == pytest.approx(2 * CHUNK_BYTES / 1e7)
+    assert far_s(seen, A, tokens=3 * 128) == pytest.approx(
+        CHUNK_BYTES / 1e9 + 2 * CHUNK_BYTES / 1e7
+    )
+
+
+def test_the_speed_of_the_far_store_is_not_that_of_the_disk() -> None:
+    seen = view(0, 7, a=place(far=1e3, disk=1e8))
+    assert load_s(seen, A) == pytest.approx(7 * CHUNK_BYTES / 1e8)

@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench serve --far`: two hosts that share their KV pools through a store between them, under faults.
+
+    host a: two unlike engines, carrier [ namespace ] === 1 Gbit/s === [ namespace ] host b: two unlike engines, carrier
+    Redis, or Mooncake's master and a node; our router in front of all four engines
+
+1. A trace is served. In its middle third the store's server is killed, and it returns before the last third.
+2. Carriers are killed and started again: they put what their hosts have.
+3. Host a dies with its memory. The same requests come again: host b loads what host a has computed.
+4. One engine computes all requests again, without cache and pool. All answers must be equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pd_bench.harness import VLLM, require, wait_for
+from pd_bench.netns import Bed, Namespace, available
+from pd_bench.report import BenchError
+from pd_bench.serve.stack import POOL_REPORTS
+from pd_bench.serve.trace import TimedRequest, longest, read, timed
+from pd_connector.config import KEY_VARIABLE
+from pd_connector.pool.carrier.asking import CarrierLink
+from pd_connector.pool.carrier.messages import Status
+from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
+from pd_connector.tools.demo import MODEL_DIR
+from pd_connector.tools.launch import (
+    Client,
+    Family,
+    HttpError,
+    RouterProcess,
+    VllmEngine,
+    stop_services,
+    terminate_as_interrupt,
+    wait_all,
+)
+from pd_connector.tools.launch.service import log_folder
+
+REDIS, MOONCAKE = "redis", "mooncake"
+SCALE = 16.0
+"""Divisor of the trace's lengths. A token of the byte model has 8 KiB of KV in float32."""
+PAGES = ((32, 64), (128, 32))
+"""Page sizes of the engines of both hosts."""
+MOST_TOKENS = 8192
+"""Context of the byte model."""
+AT_ONCE = 4
+MOST_ANSWER = 16
+_MEMORY = "1GiB"
+_LENT = 1 << 30
+_IN_USE_S = 240.0
+_PATIENCE_S = 120.0
+_FAULT_S = 1.0
+"""How long after a third has begun its fault comes, in seconds."""
+
+
+@dataclass(frozen=True)
+class HostsFindings:
+    """What was counted.
+
+    Attributes:
+        sent, lost: requests of both turns, and those without an answer.
+        unequal: answers that differ from what one engine computes alone.
+        failures: of the lost ones, by text.
+        first, again: chunks loaded, and those of them from the far store, in each turn.
+        named: decisions of the router that named the far store.
+        carriers: their counts at the end.
+    """
+
+    sent: int
+    lost: int
+    unequal: int
+    failures: Mapping[str, int]
+    first: tuple[float, float]
+    again: tuple[float, float]
+    named: float
+    carriers: Sequence[Mapping[str, int]]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was lost or wrong, and chunks came from the other host."""
+        return not self.lost and not self.unequal and self.again[1] > 0
+
+
+class Server:
+    """The store between the hosts, in the first one's namespace, with what the other host gives to it."""
+
+    def __init__(self, kind: str, sides: Sequence[Namespace], logs: Path) -> None:
+        self._kind, self._sides, self._logs = kind, sides, logs
+        self._port = sides[0].port()
+        self._families: list[Family] = []
+
+    def address(self, side: Namespace) -> str:
+        """What the carrier of a host dials."""
+        server = f"{self._sides[0].address}:{self._port}"
+        if self._kind == REDIS:
+            return f"redis://{server}"
+        return f"mooncake://{server}?protocol=tcp&host={side.address}"
+
+    def start(self) -> None:
+        """Start it, empty."""
+        if self._kind == REDIS:
+            bind = ["--bind", self._sides[0].address, "--port", str(self._port)]
+            room = ["--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru"]
+            keeps = ["--save", "", "--protected-mode", "no"]
+            self._run("redis", self._sides[0], ["redis-server", *bind, *room, *keeps])
+            return
+        ports = ["--port", str(self._port), "--metrics_port", str(self._sides[0].port())]
+        self._run("master", self._sides[0], [sys.executable, "-m", "mooncake.cli", *ports])
+        for side in self._sides:
+            lends = [side.address, f"{self._sides[0].address}:{self._port}", str(_LENT)]
+            self._run("node", side, [sys.executable, "-c", _LENDER, *lends])
+
+    def kill(self) -> None:
+        """End it at once, with all that it has."""
+        for family in self._families:
+            family.kill()
+        self._families.clear()
+
+    def _run(self, name: str, side: Namespace, command: Sequence[str]) -> None:
+        log = self._logs / f"{name}.log"
+        self._families.append(Family([*side.prefix, *command], log=log))
+
+
+_LENDER = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+own, master, lent = sys.argv[1:]
+while True:
+    store = MooncakeDistributedStore()
+    if store.setup(own, "P2PHANDSHAKE", int(lent), 64 << 20, "tcp", "", master) == 0:
+        break
+    time.sleep(0.5)
+while True:
+    time.sleep(60)
+"""
+"""Lends memory of its host to Mooncake, until it is killed."""
+
+
+@dataclass
+class BenchHost:
+    """A host: its folder in memory, two engines, and a carrier."""
+
+    name: str
+    side: Namespace
+    shm: Path
+    engines: Sequence[VllmEngine]
+    carry: Sequence[str]
+    far: str
+    log: Path
+    carrier: Family | None = None
+
+    def start_carrier(self) -> None:
+        """Start the carrier, or start it again."""
+        env = {SHM_VARIABLE: str(self.shm), "PD_CONNECTOR_FAR": self.far}
+        self.carrier = Family([*self.side.prefix, *self.carry], env=env, log=self.log)
+
+    def kill_carrier(self) -> None:
+        """End the carrier at once."""
+        if self.carrier is not None:
+            self.carrier.kill()
+            self.carrier = None
+
+    def die(self) -> None:
+        """End all that runs here at once, and lose the memory."""
+        for engine in self.engines:
+            engine.kill()
+        self.kill_carrier()
+        shutil.rmtree(self.shm, ignore_errors=True)
+
+    def status(self) -> Status | None:
+        """How its carrier is."""
+        link = CarrierLink(memory_folder({SHM_VARIABLE: str(self.shm)}))
+        try:
+            return link.status()
+        finally:
+            link.close()
+
+    def chunks(self) -> tuple[float, float]:
+        """Chunks that its engines have loaded, and those of them from the far store."""
+        metrics = [engine.metrics() for engine in self.engines if engine.running]
+        names = ("pd_connector:pool_hits_total", "pd_connector:pool_far_hits_total")
+        loaded, far = (sum(each.total(name) for each in metrics) for name in names)
+        return loaded, far
+
+
+@dataclass(frozen=True)
+class HostsBench:
+    """One run.
+
+    Args:
+        trace: file in Mooncake's form.
+        far: `redis` or `mooncake`.
+        requests: of a turn.
+        scale: divisor of the trace's lengths.
+        link_mbit: rate of the link between the hosts.
+    """
+
+    trace: Path
+    far: str
+    requests: int
+    scale: float
+    link_mbit: float
+
+    def run(self, console: Console) -> HostsFindings:
+        """Serve both turns. At the end no process, namespace or chunk is left, whatever happens.
+
+        Raises:
+            PDConnectorError: it could not be run.
+        """
+        lines = read(self.trace, self.requests)
+        requests = [
+            TimedRequest(each.at_s, each.prompt, min(each.max_tokens, MOST_ANSWER))
+            for each in timed(lines, 1.0, self.scale, seed=1)
+        ]
+        self._check()
+        if (most := longest(lines, self.scale)) > MOST_TOKENS:
+            raise BenchError(
+                f"--scale {self.scale:g}: the longest request has {most} tokens and the model takes {MOST_TOKENS}; ask for a larger "
+                "--scale, or fewer --requests"
+            )
+        logs = log_folder()
+        console.print(f"logs in {logs}", highlight=False)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(terminate_as_interrupt())
+            sides = stack.enter_context(Bed(self.link_mbit)).namespaces
+            secret = secrets.token_hex(32)
+            key = logs / "pool.key"
+            key.touch(mode=0o600)
+            key.write_text(secrets.token_hex(32) + "\n")
+            server = Server(self.far, sides, logs)
+            stack.callback(server.kill)
+            server.start()
+            hosts = [
+                stack.enter_context(
+                    _host(place, side, server, most, key, {KEY_VARIABLE: secret}, logs)
+                )
+                for place, side in enumerate(sides)
+            ]
+            engines = [engine for host in hosts for engine in host.engines]
+            urls = [engine.base_url for engine in engines]  # each serves both sides
+            router = RouterProcess(urls, urls, log_path=logs / "router.log")
+            stack.callback(stop_services, [*engines, router])
+            for engine in engines:
+                engine.start()
+            wait_all(engines, console=console)
+            for host in hosts:
+                host.start_carrier()
+            router.start()
+            wait_all([router], console=console)
+
+            def say(line: str) -> None:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+            return _Run(hosts, router, server, requests, say).run()
+
+    def _check(self) -> None:
+        require(VLLM, ("aiohttp", "our router needs it: pip install 'pd-connector[router]'"))
+        if self.far == REDIS:
+            require(("redis", "pip install 'pd-connector[redis]'"))
+            if not shutil.which("redis-server"):
+                raise BenchError(
+                    "no redis-server here: install it (Debian: apt install redis-server), or use --far mooncake"
+                )
+        elif importlib.util.find_spec("mooncake") is None:
+            raise BenchError(
+                "mooncake is not installed: pip install mooncake-transfer-engine-non-cuda, and install libibverbs1; or use "
+                "--far redis"
+            )
+        if reason := available():
+            raise BenchError(
+                f"no network namespaces here ({reason}): run it as root with iproute2 installed"
+            )
+
+
+@contextlib.contextmanager
+def _host(
+    place: int,
+    side: Namespace,
+    server: Server,
+    most: int,
+    key: Path,
+    env: Mapping[str, str],
+    logs: Path,
+) -> Iterator[BenchHost]:
+    name = "ab"[place]
+    shm = Path(tempfile.mkdtemp(prefix="pd-bench-", dir=memory_folder().parents[1]))
+    env = {SHM_VARIABLE: str(shm), **env}
+    engines = [
+        VllmEngine(
+            MODEL_DIR,
+            "kv_both",
+            "PDConnector",
+            # Shared memory would bypass the link, and a codec would round what is compared.
+            {"transports": ["tcp"], "codec": "raw", "pool": {"memory": _MEMORY}},
+            name=f"{name}{number}",
+            max_model_len=-(-most // page) * page,
+            args=["--dtype", "float32", "--block-size", str(page), *POOL_REPORTS],
+            env=env,
+            log_path=logs / f"{name}{number}.log",
+            namespace=side,
+        )
+        for number, page in enumerate(PAGES[place])
+    ]
+    carry = [sys.executable, "-m", "pd_connector", "pool", "carry", "--key-file", str(key)]
+    log = logs / f"carrier-{name}.log"
+    host = BenchHost(
+        name, side, shm, engines, [*carry, "--answers-within", "1"], server.address(side), log
+    )
+    try:
+        yield host
+    finally:
+        host.kill_carrier()
+        shutil.rmtree(shm, ignore_errors=True)
+
+
+class _Run:
+    """The turns, with engines that are ready."""
+
+    def __init__(
+        self,
+        hosts: Sequence[BenchHost],
+        router: RouterProcess,
+        server: Server,
+        requests: Sequence[TimedRequest],
+        say: Any,
+    ) -> None:
+        self._hosts, self._router, self._server = hosts, router, server
+        self._requests, self._say = requests, say
+        self._model = hosts[0].engines[0].client.model()
+        self._failures: Counter[str] = Counter()
+
+    def run(self) -> HostsFindings:
+        self._wait(self._all_known, "the router does not know what all four engines reach")
+        first_texts = self._turn(self._first_parts())
+        first = self._chunks(self._hosts)
+        self._say(f"served {len(first_texts)}; the store's server was killed and has returned")
+        for host in self._hosts:
+            host.kill_carrier()
+            host.start_carrier()
+        self._wait(self._all_put, "the carriers have not put what their hosts have")
+        carriers = [dict(status.counts) for host in self._hosts if (status := host.status())]
+        lost_host, left = self._hosts
+        lost_host.die()
+        before = self._chunks([left])
+        self._say(f"host {lost_host.name} has died, with its memory; the same requests again")
+        named = self._named()
+        again_texts = self._turn([(self._requests, None)])
+        after = self._chunks([left])
+        named = self._named() - named
+        self._say("one engine computes all of it alone")
+        alone = self._alone(left.engines[0].client)
+        pairs = [*zip(first_texts, alone, strict=True), *zip(again_texts, alone, strict=True)]
+        lost = sum(text is None for text, _ in pairs)
+        unequal = sum(text is not None and text != target for text, target in pairs)
+        again = (after[0] - before[0], after[1] - before[1])
+        return HostsFindings(
+            len(pairs), lost, unequal, self._failures, first, again, named, carriers
+        )
+
+    def _first_parts(self) -> list[tuple[Sequence[TimedRequest], Any]]:
+        third = -(-len(self._requests) // 3)
+        parts = [self._requests[at : at + third] for at in range(0, len(self._requests), third)]
+        faults = [None, self._server.kill, self._server.start]
+        return list(zip(parts, faults, strict=False))
+
+    def _turn(self, parts: Sequence[tuple[Sequence[TimedRequest], Any]]) -> list[str | None]:
+        texts: list[str | None] = []
+        for requests, fault in parts:
+            timer = threading.Timer(_FAULT_S, fault) if fault else None
+            if timer:
+                timer.start()
+            with ThreadPoolExecutor(AT_ONCE) as threads:
+                texts += threads.map(
+                    lambda request: self._ask(self._router.client, request), requests
+                )
+            if timer:
+                timer.join()
+        return texts
+
+    def _alone(self, client: Client) -> list[str | None]:
+        """What one engine computes: with a salt of its own, it finds nothing in caches and pools."""
+        extra = {
+            "cache_salt": secrets.token_hex(8),
+            "kv_transfer_params": {"pool": {"read": False, "write": False}},
+        }
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            return list(
+                threads.map(lambda request: self._ask(client, request, **extra), self._requests)
+            )
+
+    def _ask(self, client: Client, request: TimedRequest, **extra: Any) -> str | None:
+        """The answer's text; None if it was lost."""
+        body = {
+            "model": self._model,
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **extra,
+        }
+        try:
+            answer = client.post("/v1/completions", body, timeout_s=_PATIENCE_S)
+            return str(answer["choices"][0]["text"])
+        except (HttpError, OSError, ValueError, KeyError, IndexError) as error:
+            self._failures[str(error)[:200]] += 1
+            return None
+
+    def _chunks(self, hosts: Sequence[BenchHost]) -> tuple[float, float]:
+        counted = [host.chunks() for host in hosts]
+        return sum(loaded for loaded, _ in counted), sum(far for _, far in counted)
+
+    def _named(self) -> float:
+        samples = self._router.metrics()
+        return sum(
+            value
+            for (name, labels), value in samples.items()
+            if name == "pd_router:pool_requests_total" and dict(labels)["pool"].startswith("far ")
+        )
+
+    def _all_known(self) -> bool | None:
+        try:
+            state = json.loads(self._router.client.get("/health", timeout_s=10.0))
+        except (HttpError, OSError):
+            return None
+        reach = [engine.get("cache", {}).get("far") for engine in state["engines"]]
+        alike = all(reach) and len(set(reach)) == 1
+        return True if alike and all(e["state"] == "up" for e in state["engines"]) else None
+
+    def _all_put(self) -> bool | None:
+        """Every carrier has come to the end of its host's journal."""
+        for host in self._hosts:
+            status = host.status()
+            if status is None or status.problem or status.waiting or not status.mark:
+                return None
+        counts = [status.counts for host in self._hosts if (status := host.status())]
+        return True if all(count.get("put", 0) for count in counts) else None
+
+    def _wait(self, look: Any, problem: str) -> None:
+        where = self._router.log_path.parent
+        wait_for(look, _IN_USE_S, lambda: f"{problem} after {_IN_USE_S:g} s; see {where}", 0.5)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a carrier has put into the far store or found there, in pages like those of a host's journal, for routers.
+
+All carriers of a far store name it by one id, the mark: an object that the first of them puts. If the store restarts and loses what
+it had, the mark goes with it. A new one is put then, and each journal begins again, empty.
+"""
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
+
+from pd_connector.errors import PoolError
+from pd_connector.pool.carrier.client import FarClient
+from pd_connector.pool.carrier.messages import MOST_PAGE, FarPage
+from pd_connector.pool.far.seal import Seal
+
+MOST_KEYS = 1 << 18
+"""Chunks of which a journal tells. If there are more, those that were noted longest ago are forgotten."""
+MARK_BYTES = 16
+_MARK = b"pd-connector: the mark of a far store"
+_FIRST = 1 << 40
+"""Above the numbers of pages. A journal begins at a random multiple, so that a number of another journal is noticed."""
+
+
+class FarJournal:
+    """Any thread may use it. Only the latest event of a chunk is kept."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.far = ""
+        """The far store's id, in 32 hexadecimal digits; empty while it is not known."""
+        self._there: OrderedDict[bytes, bool] = OrderedDict()
+        self._log: list[
+            bytes
+        ] = []  # the key of each event; those of an older event of a key are passed over
+        self._places: dict[bytes, int] = {}  # of each key's latest event, in the log
+        self._begin()
+
+    def note(self, keys: Iterable[bytes], there: bool) -> None:
+        """These chunks are in the far store, or are not."""
+        with self._lock:
+            for key in keys:
+                if self._there.get(key) is there:
+                    continue
+                self._there.pop(key, None)
+                self._there[key] = there
+                self._places[key] = len(self._log)
+                self._log.append(key)
+            while len(self._there) > MOST_KEYS:
+                self._places.pop(self._there.popitem(last=False)[0])
+            if len(self._log) > 2 * MOST_KEYS:
+                self._renumber()
+
+    def is_of(self, far: str) -> bool:
+        """The far store has this id. Returns whether it is another one than before: what it had is gone then."""
+        with self._lock:
+            before, self.far = self.far, far
+            if before and before != far:
+                self._there.clear()
+                self._renumber()
+            return bool(before) and before != far
+
+    def page(self, after: int) -> FarPage:
+        """What has changed since an earlier page.
+
+        Args:
+            after: `next` of the page before. If it is of another journal, the whole begins again.
+        """
+        with self._lock:
+            whole = not self._first <= after <= self._first + len(self._log)
+            place = 0 if whole else after - self._first
+            events: list[tuple[bytes, bool]] = []
+            while place < len(self._log) and len(events) < MOST_PAGE:
+                key = self._log[place]
+                if self._places.get(key) == place:
+                    events.append((key, self._there[key]))
+                place += 1
+            more = place < len(self._log)
+            return FarPage(self.far, events, self._first + place, whole=whole, more=more)
+
+    def _begin(self) -> None:
+        self._first = (1 + secrets.randbelow(1 << 22)) * _FIRST
+
+    def _renumber(self) -> None:
+        """Begin again, with what is there. Readers notice by their numbers."""
+        self._begin()
+        self._there = OrderedDict((key, True) for key, there in self._there.items() if there)
+        self._log = list(self._there)
+        self._places = {key: place for place, key in enumerate(self._log)}
+
+
+def read_mark(client: FarClient, seal: Seal) -> str:
+    """The id of a far store; one is put if there is none. If two are put at once, the next call tells which has stayed.
+
+    Raises:
+        SilentError: the far store does not answer.
+    """
+    names, size = seal.names(_MARK), seal.sealed_bytes(MARK_BYTES)
+    sizes = client.has(names)
+    # While the key is changed, hosts that have the old one only know its mark: it counts as long as it is there.
+    for name in [name for name, there in zip(names, sizes, strict=True) if there == size][::-1]:
+        marks: list[bytes] = []
+
+        def take(
+            _place: int, data: memoryview, name: str = name, marks: list[bytes] = marks
+        ) -> None:
+            with suppress(PoolError):
+                marks.append(bytes(seal.open(name, data)))
+
+        client.get([name], [size], take)
+        if marks:
+            return marks[0].hex()
+    mark = secrets.token_bytes(MARK_BYTES)
+
+    def read(buffer: memoryview, offset: int) -> None:
+        buffer[:] = mark[offset : offset + len(buffer)]
+
+    def fill(_place: int, room: memoryview) -> None:
+        seal.seal(names[0], MARK_BYTES, read, room)
+
+    (taken,) = client.put(names[:1], [size], fill)
+    return mark.hex() if taken else ""
