@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from support.redis_servers import MISSING
 from typer.testing import CliRunner
 
 from pd_bench import harness
@@ -47,6 +49,29 @@ def test_without_mooncake_the_store_is_measured_beside_files_and_a_copy(tmp_path
     install = " ".join(said.split()).partition("pip install ")[2].partition("`")[0]
     assert install.endswith(" numpy"), "the whole command is between the marks"
     assert {row["name"] for row in json.loads(figures.read_text())} == {"raw put", "raw get"}
+
+
+def test_an_unknown_row_of_the_far_store_is_named() -> None:
+    code, said = bench("--far", "cpu,speed")
+    assert code == 2
+    assert "--far speed: must be all, or some of cpu, bytes, once, silent" in " ".join(said.split())
+
+
+def test_bytes_on_the_wire_are_those_of_chunks(tmp_path: Path) -> None:
+    pytest.importorskip("redis", reason=MISSING)
+    if not shutil.which("redis-server"):
+        pytest.skip(MISSING)
+    figures = tmp_path / "figures.json"
+    code, said = bench("--far", "bytes", "--json", str(figures))
+    assert code == 0, said
+    rows = json.loads(figures.read_text())
+    ratios = {
+        row["params"]["at rest"]: row["ratio"]
+        for row in rows
+        if row["params"].get("statistic", "median") == "median"
+    }
+    assert 1.0 <= ratios["raw"] <= 1.02
+    assert 0.5 <= ratios["int8"] <= 0.54
 
 
 def test_an_environment_without_the_other_stores_is_told(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that pass together are bounded, whatever sizes a stranger gives them."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.redis_servers import RedisServer
 from support.waits import until
 
+from pd_connector.pool.carrier import client as client_module
 from pd_connector.pool.carrier.carrier import _GET_BYTES, _batches
 from pd_connector.pool.carrier.client import FarClient
 
@@ -21,13 +23,14 @@ def test_each_object_passes_once_and_few_bytes_at_a_time(sizes: list[int]) -> No
 
 
 def test_objects_of_all_sizes_pass_the_memory_that_is_shared_with_the_client(
-    redis: RedisServer,
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It grows, is cut off after large calls, and stays mapped on both sides."""
+    monkeypatch.setattr(client_module, "_KEPT_BYTES", 1 << 20)
     client = FarClient("test", redis.address, 60.0)
     try:
         until(lambda: client.is_ready, "the client", 60)
-        for number, sizes in enumerate([[10], [9 << 20] * 8, [5, 70_000], [9 << 20] * 8, [1]]):
+        for number, sizes in enumerate([[10], [1 << 20] * 3, [5, 70_000], [1 << 20] * 3, [1]]):
             names = [f"{number}-{place}" for place in range(len(sizes))]
 
             def fill(place: int, room: memoryview, number: int = number) -> None:

@@ -135,8 +135,8 @@ def pool(
             others_cores = max(others_cores, noise.cores())
         if far:
             noise = Noise([])
-            rows = far_store.ROWS if far == "all" else far.split(",")
-            tables += far_store.measure(rows, objects, runs, warm_ups, say)
+            chosen = far_store.ROWS if far == "all" else far.split(",")
+            tables += far_store.measure(chosen, objects, runs, warm_ups, say)
             others_cores = max(others_cores, noise.cores())
         if slow:
             with slow_stores.running(stderr) as with_faults:

@@ -152,6 +152,11 @@ class Host:
         if b"".join(map(layer_sum, _layers(buffer))) != sums:
             raise BenchError("a chunk differs from its sums")
 
+    def load_all(self, keys: Sequence[bytes], buffer: memoryview) -> None:
+        """Load chunks, one after another. Raises BenchError."""
+        for key in keys:
+            self.load(key, buffer)
+
     def close(self) -> None:
         self.carrier.terminate()
         self.carrier.wait(_STARTS_S)
@@ -197,7 +202,7 @@ def measure(rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Sa
         if "once" in rows:
             tables.append(("one host", [_once(server, list(hosts(_HOSTS + 2, 1 << 30)), say)]))
         if "silent" in rows:
-            tables.append(("limit", [_silent(server, *hosts(2, 1 << 30), say)]))
+            tables.append(("limit", [_silent(server, list(hosts(2, 1 << 30)), say)]))
     return tables
 
 
@@ -234,7 +239,7 @@ def _cpu(
                 "put": _spent(lambda keys=keys: writer.save(keys, data), writer, own=False),  # type: ignore[misc]
                 "get": _spent(lambda keys=keys: _opened(client, seal, keys), client),  # type: ignore[misc]
                 "verified": _spent(
-                    lambda keys=keys: [reader.load(key, buffer) for key in keys],  # type: ignore[misc]
+                    lambda keys=keys: reader.load_all(keys, buffer),  # type: ignore[misc]
                     reader,
                 ),
             }
@@ -335,16 +340,19 @@ def _once(server: Server, hosts: Sequence[Host], say: Say) -> Comparison:
             list(threads.map(load, (of[number % len(of)] for number in range(requests))))
         return (server.sent_bytes() - before) / 1e6
 
-    one, four = read_bytes([alone], 1), read_bytes(others, _REQUESTS)
+    single, spread = read_bytes([alone], 1), read_bytes(others, _REQUESTS)
     say(
-        f"bytes read, MB: one host {one:.1f}, {len(others)} hosts with {_REQUESTS} requests {four:.1f}"
+        f"bytes read, MB: one host {single:.1f}, {len(others)} hosts with {_REQUESTS} requests {spread:.1f}"
     )
     params = {"requests": _REQUESTS, "hosts": len(others)}
-    return Comparison("bytes read", params, Sample((four,)), Sample((one,)), "MB", BARS["once"])
+    return Comparison(
+        "bytes read", params, Sample((spread,)), Sample((single,)), "MB", BARS["once"]
+    )
 
 
-def _silent(server: Server, writer: Host, reader: Host, say: Say) -> Comparison:
+def _silent(server: Server, hosts: Sequence[Host], say: Say) -> Comparison:
     """A stopped server: the longest wait of a request's look-up and load, both together, of twenty requests."""
+    writer, reader = hosts
     room = memoryview(bytearray(Random(3).randbytes(OBJECT_BYTES)))
     keys = [b"s%031d" % place for place in range(4)]
     writer.save(keys, [room] * len(keys))
@@ -381,11 +389,11 @@ def _cpu_s(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def _answers(call: Callable[[], object]) -> bool:

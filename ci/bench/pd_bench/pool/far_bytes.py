@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ BARS: dict[AtRest, float] = {"raw": 1.02, "int8": 0.54}
 CHUNKS = 8
 _LAYERS, _HEADS, _DIM, _PAGE = 16, 8, 128, 16
 KV_BYTES = CHUNKS * CHUNK_TOKENS * _LAYERS * _HEADS * 2 * _DIM * 2
-"""Of bfloat16: 8 MiB a chunk."""
+"""Bytes of all chunks in bfloat16; each has 8 MiB."""
 _FACTS = ModelFacts(
     config=b"c" * 16,
     weights=b"f" * 16,
@@ -60,9 +61,9 @@ def save(store: Store, codec: AtRest, parent: bytes) -> list[bytes]:
         inputs = inputs_digest((), number)
         key = link(parent, tokens, inputs)
         chunk = PromptChunk(number, key, parent, tokens, inputs, "", salt_digest(""))
-        wanted = saver.ask(chunk, "", _FACTS, form)
-        if isinstance(wanted, str) or (wanted.write(memoryview(payload)) != SAVED):
-            raise BenchError(f"a chunk was not saved: {wanted}")
+        part = saver.ask(chunk, "", _FACTS, form)
+        if isinstance(part, str) or part.write(memoryview(payload)) != SAVED:
+            raise BenchError(f"a chunk was not saved: {part}")
         keys.append(key)
         parent = key
     return keys
@@ -78,9 +79,7 @@ def measure(
     """
     compared = []
     for codec, bar in BARS.items():
-        received = put(
-            lambda store, codec=codec: save(store, codec, root(codec.encode().ljust(32)))
-        )  # type: ignore[misc]
+        received = put(partial(save, codec=codec, parent=root(codec.encode().ljust(32))))
         say(f"{codec} at rest: {received:,.0f} bytes received for {KV_BYTES:,} of KV")
         params = {"at rest": codec, "dtype": "bfloat16"}
         mine, kv = Sample((received / 1e6,)), Sample((KV_BYTES / 1e6,))
