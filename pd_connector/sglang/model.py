@@ -252,7 +252,7 @@ def checkpoint_files(runner: Any) -> CheckpointFiles | None:
     used = runner.load_config.load_format  # a weight cache has its own
     if not _from_files(runner.server_args, load_format, str(getattr(used, "value", used))):
         return None
-    model = runner.model_config
+    model = runner.model_config  # an update from another path changes it, and not the scheduler's
     files = LOADS.files.get((model.model_path, model.revision))
     folder = checkpoint_folder(model.model_path, model.revision)
     try:

@@ -206,6 +206,11 @@ class PoolLinker(UnifiedCacheLinker):
             yield
         finally:
             self._inserting = None
+        try:
+            if self._rank is not None and req.finished():
+                self._rank.over(req)
+        except Exception:  # SGLang would end the engine
+            logger.exception("request %s: its prompt is not kept", req.rid)
 
     @contextmanager
     def offloading(self, wrapper: Any, node_id: Any, transfers: Sequence[Any]) -> Iterator[None]:

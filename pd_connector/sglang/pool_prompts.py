@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from pd_connector.errors import Cause, Miss
 from pd_connector.kv.model import ModelFacts
+from pd_connector.pool.client_pins import ClientPins
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, root, salt_digest, token_bytes
 from pd_connector.pool.load_breakeven import Answers, LoadBreakeven
@@ -132,6 +133,7 @@ class PoolPrompts:
         self._prompts: dict[str, PoolPrompt] = {}
         self._thread = ThreadPoolExecutor(1, "pd-pool-look")
         self._probes = ThreadPoolExecutor(1, "pd-pool-probe")
+        self.pins = ClientPins(store, self._thread)
         self._probing: Future[None] | None = None
         self._answers = Answers()
         self._lock = threading.Lock()  # of what the look-up's thread changes
@@ -389,6 +391,7 @@ class PoolPrompts:
         self.clear()
         for thread in (self._thread, self._probes):
             thread.shutdown(wait=False, cancel_futures=True)
+        self.pins.close()
         self.held.close()
 
     def _let_go(self, prompt: PoolPrompt) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pd_connector.agent.commands import ChangeModel, Command, KnowWeights
 from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.pool_side import accelerator
@@ -37,7 +39,7 @@ from pd_connector.sglang.model import (
     model_facts,
 )
 from pd_connector.sglang.pool_chunks import HeldChunks
-from pd_connector.sglang.pool_prompts import PoolPrompts
+from pd_connector.sglang.pool_prompts import PoolPrompts, chunks_of, salt_of
 from pd_connector.sglang.pool_settings import check_kv_pool, check_model
 from pd_connector.sglang.pool_thread import PoolThread
 from pd_connector.sglang.registry import global_rank
@@ -55,6 +57,8 @@ _BESIDE_TOKENS = (
     "session",
 )
 """Attributes of a request whose token ids alone do not say what its KV is."""
+_ASK = "_pd_connector_pool"
+"""Attribute of a request: what its client wants of the pool, once it was read."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -264,15 +268,27 @@ class PoolRank:
 
     def ask(self, req: Any) -> PoolAsk:
         """What the client of a request wants of the pool. What cannot be followed is ignored, and logged once."""
+        ask: PoolAsk | None = getattr(req, _ASK, None)
+        if ask is None:
+            ask = self._read_ask(req)
+            setattr(req, _ASK, ask)
+        return ask
+
+    def _read_ask(self, req: Any) -> PoolAsk:
         given = getattr(req.sampling_params, "custom_params", None)
-        value = given.get("pool") if isinstance(given, dict) else None
-        if value is None:
-            return PoolAsk()
         try:
-            return read_ask(value)
+            ask = read_ask(given.get("pool") if isinstance(given, dict) else None)
         except ValueError as error:
             logger.warning("request %s: %s; the pool is not used for it", req.rid, error)
             return PoolAsk(read=False, write=False)
+        if ask.tenant and ask.tenant not in self._settings.tenants:
+            logger.warning(
+                "request %s: pool.tenant %r: not in the config key pool.tenants; its chunks take the share of requests "
+                "without a tenant",
+                *(req.rid, ask.tenant),
+            )
+            ask = msgspec.structs.replace(ask, tenant="")
+        return ask
 
     def takes(self, req: Any) -> bool:
         """Whether a request's tokens say what its KV is."""
@@ -293,8 +309,17 @@ class PoolRank:
 
     def tenant(self, req: Any) -> str:
         """Whose share of the pool its chunks take."""
-        tenant = self.ask(req).tenant
-        return tenant if tenant in self._settings.tenants else ""
+        return self.ask(req).tenant
+
+    def over(self, req: Any) -> None:
+        """A request has ended: the chunks of its prompt are kept as long as its client wants."""
+        ask, model = self.ask(req), self.model
+        if not ask.pin_s or not self._leads or not model or not self.takes(req):
+            return
+        salt = salt_of(req.cache_salt, req.extra_key)
+        keys = [chunk.key for chunk in chunks_of(model, req.origin_input_ids, salt)]
+        tenants = 1 + len(self._settings.tenants)
+        self.prompts.pins.pin(keys, ask.pin_s, self.tenant(req), tenants)
 
     def close(self) -> None:
         """End the threads. The store stays open: it is the process's."""

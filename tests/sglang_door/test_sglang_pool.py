@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,312 +15,38 @@ import pytest
 
 pytest.importorskip("sglang.srt")
 
-import torch
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache import unified_radix_cache
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import (
-    InitLoadBackParams,
-    InsertParams,
-    MatchPrefixParams,
-)
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_door.pool_engine import (
+    FACTS,
+    Engine,
+    Make,
+    Ranks,
+    hooked,
+    make,
+    prompt,
+    store,
+    stored,
+)
 from sglang_door.test_sglang_sparse import sparse
-from support.pool_stores import wait_for_books
 from support.waits import until
 
-from pd_connector.agent.commands import ChangeModel
 from pd_connector.config import CONFIG_VARIABLE, Config
 from pd_connector.errors import Cause, ConfigError, Miss, PDConnectorError, PoolError
-from pd_connector.kv.geometry import Shard
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pool import load_breakeven
 from pd_connector.pool.advertised import ENGINE_VARIABLE
 from pd_connector.pool.jobs import PromptChunk
-from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import FAR, MEMORY, Found
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.pool.store.tier_storage import Space
 from pd_connector.sglang import hooks, plugin, pool_chunks, pool_hooks, pool_prompts
 from pd_connector.sglang import pool as sglang_pool
-from pd_connector.sglang.cache import describe_cache
-from pd_connector.sglang.pool import PoolLinker
-from pd_connector.sglang.pool_rank import PoolRank, RankCache
+from pd_connector.sglang.pool_rank import PoolRank
 from pd_connector.sglang.pool_settings import OPTIONS, check_arguments, check_linker
 from pd_connector.sglang.settings import load_config
 from scheduler_plugins.sglang.plugin import report_pool
 
-LAYERS, HEADS, DIM, SLOTS = 3, 4, 8, 2048
-FACTS = ModelFacts(b"config", b"weights")
-
-
-class Watch:
-    """What `SGLangWeights` says."""
-
-    def __init__(self, facts: ModelFacts) -> None:
-        self.facts, self.withdrawn, self.changes = facts, False, 0
-        self.submit: Callable[[Any], None] = lambda command: None
-
-    def made(self, submit: Callable[[Any], None]) -> Watch:
-        self.submit = submit
-        return self
-
-    def step(self) -> None: ...
-    def close(self) -> None: ...
-
-    def change(self, facts: ModelFacts) -> None:
-        """Other weights, whose cache was flushed."""
-        self.facts, self.changes = facts, self.changes + 1
-        self.submit(ChangeModel(facts))
-
-
-def kv_of(tokens: Sequence[int], noise: float = 0.0) -> torch.Tensor:
-    """What every engine computes for a sequence: `[token, layer, K and V, head, dim]`. A token's KV depends on those before."""
-    rows, seed = [], 0
-    for token in tokens:
-        seed = hash((seed, token)) & 0x7FFFFFFF
-        made = torch.Generator().manual_seed(seed)
-        rows.append(torch.randn((LAYERS, 2, HEADS, DIM), generator=made))
-    return torch.stack(rows) * (1 + noise)
-
-
-class Engine:
-    """One rank of an SGLang engine: its cache and its pool of KV, without scheduler and model."""
-
-    def __init__(
-        self,
-        store: LocalStore,
-        *,
-        page_size: int = 16,
-        rank: tuple[int, int] = (0, 1),
-        audit: str = "off",
-        facts: ModelFacts = FACTS,
-        engine_id: str = "",
-        read: bool = True,
-        write: bool = True,
-        tree: str = "rust",
-        agree: Callable[[list[tuple[int, int]]], list[tuple[int, int]]] | None = None,
-        error: float = 0.0,
-        latent: bool = False,
-    ) -> None:
-        self.page_size, self.error = page_size, error
-        heads = HEADS // rank[1]
-        self.heads = slice(rank[0] * heads, (rank[0] + 1) * heads)
-        self.latent = latent
-        kind = MLATokenToKVPool if latent else MHATokenToKVPool
-        dims: dict[str, int] = {"head_num": heads, "head_dim": DIM}
-        if latent:
-            self.heads, dims = slice(0, 1), {"kv_lora_rank": DIM - 2, "qk_rope_head_dim": 2}
-        self.pool = kind(
-            size=SLOTS,
-            page_size=page_size,
-            dtype=torch.float32,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
-            start_layer=0,
-            **dims,
-        )
-        self.buffers = (
-            (self.pool.kv_buffer,) if latent else (self.pool.k_buffer, self.pool.v_buffer)
-        )
-        plain = page_size == 1
-        made = TokenToKVPoolAllocator if plain else PagedTokenToKVPoolAllocator
-        size = () if plain else (page_size,)
-        allocator = made(SLOTS, *size, torch.float32, "cpu", self.pool, False)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=SimpleNamespace(),
-            token_to_kv_pool_allocator=allocator,
-            page_size=page_size,
-            tree_components=(ComponentType.FULL,),
-            tree_core_backend=tree,
-        )
-        self.allocator = allocator
-        self.tree = unified_radix_cache.UnifiedRadixCache(params)
-        self.linker = PoolLinker(
-            SimpleNamespace(), params, components={ComponentType.FULL}, extra_config={}
-        )
-        self.tree.init_cache_linker(self.linker)
-        shard = Shard(0, LAYERS, *rank)
-        named = {layer: {HEADS} for layer in range(LAYERS)}
-        caches = (describe_cache(self.pool, named, shard), describe_cache(self.pool, named, shard))
-        self.watch = Watch(facts)
-        settings = PoolSettings(Space(Path("/unused"), 1), None, read, write)
-        self.rank = PoolRank(
-            RankCache(caches, engine_id or f"e{id(self)}", rank[1], leads=rank[0] == 0),
-            Config(audit=audit, pool=True),  # type: ignore[arg-type]
-            store,
-            settings,
-            facts,
-            self.watch.made,  # type: ignore[arg-type]
-            self.linker._ended,
-        )
-        self.linker._rank, self.linker._cache = self.rank, self.tree
-        if agree is not None:
-            self.linker._agree = agree  # type: ignore[method-assign]
-        self.rank.prompts.breakeven.computed(128, 100.0)  # loading pays
-        self.scheduler = SimpleNamespace(tree_cache=self.tree, waiting_queue=[])
-
-    def request(self, tokens: Sequence[int], *, salt: str | None = None, **pool: Any) -> Req:
-        custom = {"pool": pool} if pool else None
-        sampling = SamplingParams(max_new_tokens=4, custom_params=custom)
-        rid = f"r{random.random()}"
-        req = Req(rid, "", array("q", tokens), sampling, cache_salt=salt)
-        req.refresh_fill_ids()
-        return req
-
-    def arrive(self, req: Req) -> None:
-        """The request enters the queue."""
-        self.linker.arrived(req)
-        self.scheduler.waiting_queue.append(req)
-
-    def schedulable(self) -> list[Req]:
-        """What SGLang may put into its next batch."""
-        with self.linker.scheduling(self.scheduler):
-            return list(self.scheduler.waiting_queue)
-
-    def wait(self, req: Req) -> None:
-        """Until the request waits for no chunk."""
-        until(lambda: req in self.schedulable())
-
-    def match(self, req: Req) -> Any:
-        key = RadixKey(
-            req.full_untruncated_fill_ids,
-            req.extra_key,
-            limit=len(req.full_untruncated_fill_ids) - 1,
-            cache_salt=req.cache_salt,
-        )
-        return self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
-
-    def load(self, req: Req) -> torch.Tensor:
-        """As SGLang does with the request at the head of its queue. Returns the slots of its prefix, all of them filled."""
-        found = self.match(req)
-        req.last_node = found.last_device_node
-        slots = self.tree.path_device_indices(found.last_device_node)
-        if found.host_hit_length:
-            count, _ = self.tree.init_load_back(
-                InitLoadBackParams(
-                    best_match_node=found.best_match_node,
-                    host_hit_length=found.host_hit_length,
-                    req=req,
-                )
-            )
-            if count:
-                slots = torch.cat([slots, self.tree.linker.private_load_indices[req.rid]])
-        index = self.tree.ready_to_load_host_cache()
-        self.linker.layer_done_counter.set_consumer(index)
-        if index >= 0:
-            self.linker.layer_done_counter.wait_until(0)
-        assert self.tree.linker.finish_loads() == [], "SGLang aborts these requests"
-        return slots
-
-    def compute(self, req: Req, prefix: torch.Tensor | None = None) -> None:
-        """Compute the rest of a prompt, and put all of it into the cache."""
-        tokens = req.full_untruncated_fill_ids
-        prefix = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
-        rest = len(tokens) - len(prefix)
-        slots = self.allocator.alloc(-(-rest // self.page_size) * self.page_size)
-        slots = torch.cat([prefix, slots[:rest]])
-        kv = kv_of(tokens, self.error)
-        for layer in range(LAYERS):
-            new = slots[len(prefix) :]
-            for part, buffer in enumerate(self.buffers):
-                buffer[layer][new] = kv[len(prefix) :, layer, part, self.heads]
-        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-        whole = len(tokens) // self.page_size * self.page_size
-        with self.linker.inserting(req):
-            self.tree.insert(InsertParams(key=key, value=slots[:whole]))
-        self.scheduler.waiting_queue = [r for r in self.scheduler.waiting_queue if r is not req]
-        self.settle()
-
-    def settle(self) -> None:
-        """Until no node is locked for a save."""
-
-        def done() -> bool:
-            self.tree.check_hicache_events()
-            return not self.tree.linker.pending_offloads
-
-        until(done)
-
-    def ask(self, tokens: Sequence[int], **more: Any) -> int:
-        """A whole request. Returns the tokens that were loaded; every token's KV is right then."""
-        req = self.request(tokens, **more)
-        self.arrive(req)
-        self.wait(req)
-        slots = self.load(req)
-        self.check(tokens, slots)
-        loaded = len(slots)
-        self.compute(req, slots)
-        return loaded
-
-    def check(self, tokens: Sequence[int], slots: torch.Tensor) -> None:
-        expected = kv_of(tokens[: len(slots)]) if len(slots) else None
-        for layer in range(LAYERS if len(slots) else 0):
-            for part, buffer in enumerate(self.buffers):
-                assert torch.equal(buffer[layer][slots], expected[:, layer, part, self.heads])
-
-    def flush(self) -> None:
-        self.tree.reset()
-        self.allocator.clear()
-
-    def close(self) -> None:
-        self.linker.close()
-
-
-Make = Callable[..., Engine]
-
-
-@pytest.fixture
-def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's functions as the plugin wraps them."""
-    for name, hook in (("match", pool_hooks.matches), ("_offload_node", pool_hooks.offloads_node)):
-        original = getattr(UnifiedCacheLinkerWrapper, name)
-        monkeypatch.setattr(
-            UnifiedCacheLinkerWrapper,
-            name,
-            lambda self, *args, hook=hook, original=original: hook(original, self, *args),
-        )
-    monkeypatch.setenv(CONFIG_VARIABLE, '{"pool": true}')
-    for name in ("LOOK_S", "_SLOW_S", "STALL_S"):  # a busy machine
-        monkeypatch.setattr(pool_prompts, name, 60.0)
-    alone = SimpleNamespace(disaggregation_mode="null")
-    monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: alone)
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
-    wait_for_books(monkeypatch)
-    made = LocalStore(Space(tmp_path / "pool", 64 << 20), None)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def make(store: LocalStore, hooked: None) -> Iterator[Make]:
-    engines: list[Engine] = []
-
-    def one(**options: Any) -> Engine:
-        engines.append(Engine(store, **options))
-        return engines[-1]
-
-    yield one
-    for engine in engines:
-        engine.close()
-
-
-def prompt(length: int, seed: int = 1) -> list[int]:
-    drawn = random.Random(seed)
-    return [drawn.randrange(3, 250) for _ in range(length)]
-
-
-def stored(store: LocalStore) -> int:
-    return len(store.keys())
+__all__ = ["hooked", "make", "store"]
 
 
 @pytest.mark.parametrize("tree", ["rust", "python"])
@@ -588,6 +311,34 @@ def test_what_a_request_keeps_out_of_the_pool_the_next_one_saves(
     until(lambda: stored(store) == 2)
 
 
+def test_a_prompt_is_kept_as_long_as_its_client_wants(make: Make, store: LocalStore) -> None:
+    """It is pinned once its request has ended, and again when its chunks were saved."""
+    engine = make()
+    for wishes, pinned in (({}, 0), ({"pin_s": 60.0}, 2)):
+        req = engine.request(prompt(300), **wishes)
+        engine.compute(req)
+        until(lambda: stored(store) == 2)
+        assert store.status().pinned == 0, "its answer goes on"
+        req.finished_reason = FINISH_LENGTH(length=4)
+        with engine.linker.inserting(req):
+            pass
+        until(lambda pinned=pinned: bool(store.status().pinned) == bool(pinned))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [({"pin_s": -1.0}, "the pool is not used"), ({"tenant": "nobody"}, "not in the config key")],
+)
+def test_wishes_that_cannot_be_followed_are_logged_once(
+    make: Make, caplog: pytest.LogCaptureFixture, wishes: dict[str, Any], said: str
+) -> None:
+    engine = make()
+    req = engine.request(prompt(300), **wishes)
+    engine.arrive(req)
+    engine.compute(req)
+    assert caplog.text.count(said) == 1
+
+
 def held(engine: Engine) -> int:
     return engine.rank.prompts.held.nbytes
 
@@ -666,25 +417,6 @@ def test_after_a_change_of_weights_nothing_of_before_is_loaded_or_saved(
     assert reader.ask(prompt(300)) == 256, "its own, of the new weights"
 
 
-class Ranks:
-    """Lets two ranks agree: each runs in a thread of its own, as in SGLang."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2)
-        self._said: dict[int, list[tuple[int, int]]] = {}
-
-    def agree(self, rank: int) -> Callable[[list[tuple[int, int]]], list[tuple[int, int]]]:
-        def agreed(own: list[tuple[int, int]]) -> list[tuple[int, int]]:
-            self._said[rank] = own
-            self._barrier.wait(60)
-            both = zip(self._said[0], self._said[1], strict=True)
-            result = [(min(a[0], b[0]), min(a[1], b[1])) for a, b in both]
-            self._barrier.wait(60)
-            return result
-
-        return agreed
-
-
 @pytest.mark.parametrize("slow", [False, True])
 def test_ranks_load_what_all_of_them_hold(
     make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch, slow: bool
@@ -694,7 +426,7 @@ def test_ranks_load_what_all_of_them_hold(
     writer.ask(prompt(700))
     until(lambda: stored(store) == 5)
     ranks = Ranks()
-    halves = [make(rank=(n, 2), page_size=64, agree=ranks.agree(n), write=False) for n in (0, 1)]
+    halves = [make(rank=(n, 2), page_size=64, reduce=ranks.reduce(n), write=False) for n in (0, 1)]
     loader = halves[1].rank.prompts.held._loader
     read = loader.read
 

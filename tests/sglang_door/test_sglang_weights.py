@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that change while SGLang serves are noticed before a step offers KV of the new ones."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,8 @@ from pd_connector.agent.commands import ChangeModel, KnowWeights
 from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.model import ModelFacts, model_problem
 from pd_connector.memory.parameters import loaded_fingerprint
+from pd_connector.pool.keys import model_root
+from pd_connector.sglang.model import LOADS
 from pd_connector.sglang.weights import SGLangWeights
 from pd_connector.tools.demo import MODEL_DIR
 
@@ -33,11 +37,19 @@ def watch(served: torch.nn.Module) -> tuple[SGLangWeights, list[Any]]:
     return SGLangWeights(scheduler(served), facts, loaded, None, submitted.append), submitted
 
 
-def scheduler(served: torch.nn.Module) -> Any:
-    runner = SimpleNamespace(model=served, load_config=SimpleNamespace(load_format="auto"))
+def scheduler(served: torch.nn.Module, path: Path = Path("/nowhere")) -> Any:
+    """SGLang's. Its runner has a config of its own."""
+    config, runners = (SimpleNamespace(model_path=str(path), revision=None) for _ in range(2))
+    args = SimpleNamespace(load_format="auto")
+    runner = SimpleNamespace(
+        model=served,
+        model_config=runners,
+        load_config=SimpleNamespace(load_format="auto"),
+        server_args=args,
+    )
     return SimpleNamespace(
-        server_args=SimpleNamespace(load_format="auto"),
-        model_config=SimpleNamespace(model_path="/nowhere", revision=None),
+        server_args=args,
+        model_config=config,
         tp_worker=SimpleNamespace(model_runner=runner),
     )
 
@@ -140,6 +152,32 @@ def test_an_engine_waits_at_its_start_until_its_weights_are_known(
     )
     assert isinstance(submitted[-1], KnowWeights)
     assert watched.facts.weights == submitted[-1].weights
+
+
+def test_weights_of_another_folder_are_known_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`update_weights_from_disk` gives the new path to the config of SGLang's runner, not to that of its scheduler."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    other = tmp_path / "tuned"
+    shutil.copytree(MODEL_DIR, other)
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(64))
+    served, files = model(), CheckpointFiles.open(MODEL_DIR)
+    facts = ModelFacts(b"c", held="all", reading=True)
+    engine = scheduler(served, MODEL_DIR)
+    watched = SGLangWeights(engine, facts, loaded_fingerprint(served), files, lambda command: None)
+    before = watched.facts
+    assert model_root(before)
+    with watched.change(whole=True):
+        LOADS.begin((str(other), None), CheckpointFiles.open(other))
+        engine.tp_worker.model_runner.model_config.model_path = str(other)
+        update(served)
+        watched.flushed(done=True)
+    watched.step()
+    assert model_root(watched.facts), "the pool is used on"
+    assert watched.facts.weights != before.weights
 
 
 def test_files_that_are_not_those_that_were_loaded_are_told_by_memory_at_the_start() -> None:

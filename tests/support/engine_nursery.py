@@ -76,6 +76,7 @@ VARIABLES = {
         frozenset(
             {
                 CONFIG_VARIABLE,
+                "PD_CONNECTOR_SHM",
                 "PD_SCHEDULER_CONFIG",
                 "PD_TEST_FAULTS",
                 "PYTHONPATH",

@@ -25,7 +25,7 @@ from vllm.lora.request import LoRARequest
 
 from pd_bench.pool.faulty_store import FaultyStore
 from pd_connector.errors import Cause, Miss
-from pd_connector.pool import host
+from pd_connector.pool import client_pins, host
 from pd_connector.pool import load_breakeven as worth
 from pd_connector.pool.advertised import find_engine
 from pd_connector.pool.jobs import Fill, Save
@@ -796,7 +796,7 @@ def test_pins_that_wait_for_chunks_that_never_come_keep_no_lookup_waiting() -> N
     began = time.monotonic()
     settle(of)  # each pin was tried once
     settle(of)
-    assert time.monotonic() - began < pool_looks._SAVED_WITHIN_S / 2, (
+    assert time.monotonic() - began < client_pins.SAVED_WITHIN_S / 2, (
         "the thread is free for look-ups"
     )
     add(of, "a", CHUNK_TOKENS + 10, max_tokens=1)

@@ -158,6 +158,33 @@ def test_matrices_of_vllms_cpu_kernel_are_shown_as_those_of_others(layout: str) 
     assert torch.equal(states.sections[-1][PAGE].float(), in_memory.transpose(1, 2))
 
 
+def test_vllms_cpu_kernel_keeps_keys_first() -> None:
+    """After one token a matrix is half the product of its normalised key and its value."""
+    from vllm import _custom_ops as ops
+
+    if not hasattr(torch.ops._C, "fused_sigmoid_gating_delta_rule_update_cpu"):
+        pytest.skip("this build of vLLM has no kernel of delta nets for a CPU")
+    key, value, query = (torch.randn(1, 1, 1, 128).bfloat16() for _ in range(3))
+    zero, matrices = torch.zeros(1, 1).bfloat16(), torch.zeros(2, 1, 128, 128)
+    ops.fused_sigmoid_gating_delta_rule_update_cpu(
+        A_log=torch.zeros(1),
+        dt_bias=zero[0],
+        q=query,
+        k=key,
+        v=value,
+        a=zero,
+        b=zero,
+        initial_state_source=matrices,
+        initial_state_indices=torch.tensor([1], dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        use_qk_l2norm_in_kernel=True,
+    )
+    normal = torch.nn.functional.normalize(key.float().flatten(), dim=0)
+    product = normal[:, None] * value.float().flatten() / 2
+    assert torch.allclose(matrices[1, 0], product, atol=1e-5)
+    assert not torch.allclose(matrices[1, 0], product.T, atol=0.1)
+
+
 def test_what_every_rank_holds_whole_is_one_unit(layout: str) -> None:
     spec = spec_of("SHORT_CONV", tp_replicated=True)
     cache, (tensor,) = pages_of(spec)

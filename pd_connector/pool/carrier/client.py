@@ -20,7 +20,7 @@ from pd_connector.pool.far.environment import command
 
 logger = logging.getLogger("pd_connector.pool.carrier")
 
-START_S = 60.0
+START_S = 180.0
 """Longest start of a child, in seconds: it may import a large package, and connect."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 """How long a child that died, or was killed, is not started again."""

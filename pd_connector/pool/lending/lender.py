@@ -5,7 +5,8 @@ A piece has a client of its own, because the master drains all segments of a cli
 
 1. The master's drain job moves objects to other nodes. An object that is read, or that is asked for, stays: it has a lease.
 2. What has stayed is copied to other nodes. That needs no lease to end.
-3. The piece is unmounted. A read of it that is under way fails, and the next one finds the copy. What could not be copied is lost.
+3. The piece is unmounted. A read of it that is under way fails, and the next one finds the copy. What could not be copied is lost;
+   carriers put again what their hosts have.
 """
 
 import contextlib

@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
 
 from pd_connector.errors import Cause, Miss
+from pd_connector.pool.client_pins import ClientPins
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.load_breakeven import Answers, LoadBreakeven
 from pd_connector.pool.loader import seconds_to_read
@@ -36,8 +36,6 @@ _SLOW_S = 0.25
 busy machine."""
 _PIN_S = 60.0
 """Chunks that a request will load are not evicted for this time, in seconds."""
-_SAVED_WITHIN_S = 2.0
-"""A client's pin is tried again after this time, in seconds: its chunks are being saved. Look-ups do not wait for it."""
 
 
 class PoolLookups:
@@ -68,7 +66,7 @@ class PoolLookups:
         self._codecs = frozenset(codecs)
         self._thread = ThreadPoolExecutor(1, "pd-pool-look")
         self._probes = ThreadPoolExecutor(1, "pd-pool-probe")
-        self._pins = ThreadPoolExecutor(1, "pd-pool-pin")
+        self._pins = ClientPins(store, self._thread)
         self._probe: Future[None] | None = None
         self._probed: list[tuple[str, int, float]] = []  # tier, bytes, seconds
         self._answers = Answers()
@@ -187,8 +185,7 @@ class PoolLookups:
     def pin_for_client(self, prompt: PoolPrompt, tenants: int) -> None:
         """A client wants the chunks of this prompt to be kept, among `tenants` that share the pool."""
         keys = prompt.keys[1 : prompt.request.num_prompt_tokens // CHUNK_TOKENS + 1]
-        ask = keys, prompt.ask.pin_s, f"tenant {prompt.ask.tenant}", tenants
-        self._thread.submit(self._pin, *ask)
+        self._pins.pin(keys, prompt.ask.pin_s, prompt.ask.tenant, tenants)
 
     def _hear(self) -> None:
         """Take in what the threads have measured."""
@@ -254,11 +251,3 @@ class PoolLookups:
         prompt.look = None
         self._telemetry.count("pool_misses", cause=cause)
         return 0
-
-    def _pin(self, keys: Sequence[bytes], *ask: Any) -> None:
-        if self._store.pin(keys, *ask) < len(keys):
-            self._pins.submit(self._pin_later, time.monotonic() + _SAVED_WITHIN_S, keys, *ask)
-
-    def _pin_later(self, then_s: float, *ask: Any) -> None:
-        time.sleep(max(0.0, then_s - time.monotonic()))
-        self._store.pin(*ask)

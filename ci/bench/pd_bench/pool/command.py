@@ -11,9 +11,11 @@ from rich.console import Console
 
 from pd_bench.command_output import exit_codes, noise_note, report
 from pd_bench.machine import Noise
+from pd_bench.pool import cross as both_kinds
 from pd_bench.pool import disk as disk_reads
 from pd_bench.pool import far as far_store
 from pd_bench.pool import lookups, rivals
+from pd_bench.pool import sglang as sglang_engines
 from pd_bench.pool import slow as slow_stores
 from pd_bench.pool import trace as hit_rates
 from pd_bench.pool.engines import need_vllm, running
@@ -41,6 +43,21 @@ def pool(
             "--slow", help="Five vLLM engines, three of them with a store that is slow or silent."
         ),
     ] = False,
+    sglang: Annotated[
+        bool,
+        typer.Option("--sglang", help="Three SGLang engines, one of them without a linker."),
+    ] = False,
+    row: Annotated[
+        list[sglang_engines.Row] | None,
+        typer.Option(help="With --sglang: measure this row alone. Can be repeated."),
+    ] = None,
+    cross: Annotated[
+        Path | None,
+        typer.Option(
+            help="A vLLM and an SGLang engine behind our router play this trace (Mooncake's JSON lines); each is killed once."
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=4, help="With --cross: requests of the trace.")] = 40,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -81,14 +98,16 @@ def pool(
 ) -> None:
     """The KV pool of a host, beside Mooncake's store, computing, and the engine's own prefix cache.
 
-    Everything but slow stores, a trace, a disk, a far store and other stores' engines, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
+    Everything but slow stores, a trace, a disk, a far store, SGLang's engines and other stores' engines, or the parts that are named. Both sides take turns in one run. Exit code 1 when a bar is missed, 2 when nothing was measured.
     """
     stderr = Console(stderr=True)
 
     def say(line: str) -> None:
         stderr.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    everything = not (raw or lookup or engines or trace or disk or slow or stores or far)
+    everything = not (
+        raw or lookup or engines or trace or disk or slow or stores or far or sglang or cross
+    )
     tables: list[tuple[str, list[Comparison]]] = []
     notes: list[str] = []
     others_cores = 0.0
@@ -129,6 +148,18 @@ def pool(
                 noise = Noise(beside.pids)
                 tables += beside.measure(prompt_tokens, runs, warm_ups, say)
                 others_cores = max(others_cores, noise.cores())
+        if sglang:
+            rows = row or list(sglang_engines.Row)
+            with sglang_engines.running(rows, stderr) as started_sglang:
+                noise = Noise(started_sglang.pids)
+                tables += sglang_engines.measure(started_sglang, rows, runs, warm_ups, say)
+                notes.append(sglang_engines.NOT_COMPARED)
+                others_cores = max(others_cores, noise.cores())
+        if cross:
+            with both_kinds.running(stderr) as host:
+                right, answered = both_kinds.measure(host, cross, requests, say)
+                tables.append(("all", right))
+                notes += answered
         if engines or everything:
             with running(stderr) as started:
                 noise = Noise(started.pids)
