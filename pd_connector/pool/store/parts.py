@@ -68,10 +68,10 @@ class LocalWriting(Writing):
 
     def _end(self) -> bool:
         """Close the file; returns whether it was open."""
-        if self._descriptor < 0:
+        descriptor, self._descriptor = self._descriptor, -1  # first: another thread may end it, too
+        if descriptor < 0:
             return False
-        os.close(self._descriptor)
-        self._descriptor = -1
+        os.close(descriptor)
         return True
 
     def __del__(self) -> None:
@@ -124,12 +124,13 @@ class LocalReading(Reading):
         return os.preadv(self.descriptor, [buffer], offset)
 
     def close(self) -> None:
-        if self._direct is not None:
-            os.close(self._direct)
-            self._direct = None
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        # Taken first: another thread may close it meanwhile, and the number may be another file's already.
+        direct, self._direct = self._direct, None
+        descriptor, self.descriptor = self.descriptor, -1
+        if direct is not None:
+            os.close(direct)
+        if descriptor >= 0:
+            os.close(descriptor)
             self._ended()
 
     def __del__(self) -> None:
