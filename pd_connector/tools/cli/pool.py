@@ -402,7 +402,7 @@ def lend(
         str,
         typer.Option(
             envvar="PD_CONNECTOR_FAR",
-            help="Mooncake's master: mooncake://MASTER[:PORT], with ?admin=PORT if its HTTP server has another port than 9003.",
+            help="Address of the master, as mooncake://MASTER, with ?admin=PORT if its HTTP server has another port than 9003.",
         ),
     ] = "",
     recall_within: Annotated[

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file is closed once, whoever ends it meanwhile: its number may be another file's by then."""
+"""A file is closed once, also if two threads end it at once: its number may be another file's by then."""
 
 import os
 from typing import Any

@@ -22,7 +22,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pd_bench.pool import far_bytes
 from pd_bench.pool.folders import own_folder
 from pd_bench.report import BenchError, Comparison
 from pd_bench.sample import Sample
@@ -196,6 +195,8 @@ def measure(rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Sa
                 ("raw calls", _cpu(server, writer, reader, seal, objects, runs, warm_ups, say))
             )
         if "bytes" in rows:
+            from pd_bench.pool import far_bytes  # imports torch
+
             tables.append(
                 ("bytes of KV", far_bytes.measure(_put_bytes(server, *hosts(1, 1 << 30)), say))
             )
