@@ -4,6 +4,7 @@
 import contextlib
 import os
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -119,6 +120,8 @@ class CommandQueue:
         self._commands: queue.SimpleQueue[tuple[Command, Any]] = queue.SimpleQueue()
         self.wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Descriptor that becomes readable when there is a command, or after `wake`."""
+        self._lock = threading.Lock()
+        self._closed = False
 
     def put(self, command: Command, fence: Any) -> None:
         """Add a command. Its copies come after the device's work before `fence`."""
@@ -126,8 +129,11 @@ class CommandQueue:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the thread that polls `wakes`."""
-        os.eventfd_write(self.wakes, 1)
+        """Wake the thread that polls `wakes`. After `close` it does nothing: a thread that a store kept waiting may still
+        call it, and the descriptor's number may be another one's by then."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self.wakes, 1)
 
     def drain(self) -> Iterator[tuple[Command, Any]]:
         """Take the waiting commands, each with its fence, in their order."""
@@ -142,4 +148,6 @@ class CommandQueue:
             pass
 
     def close(self) -> None:
-        os.close(self.wakes)
+        with self._lock:
+            self._closed = True
+            os.close(self.wakes)

@@ -6,7 +6,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ _BUFFER_WAIT_S = 10.0
 """Longest wait of a thread for a buffer that holds no chunk, in seconds."""
 _STALL_S = 5.0
 """Longest time without a chunk of a load, in seconds. Later chunks are dropped."""
+_LAST_READS_S = 1.0
+"""Longest wait for the reads under way when the engine ends, in seconds: its store is closed next."""
 
 
 _BUFFERS = 4
@@ -72,11 +74,19 @@ class Readers:
         self.buffers: queue.SimpleQueue[ReadBuffer] = queue.SimpleQueue()
         for _ in range(_BUFFERS):
             self.buffers.put(ReadBuffer())
+        self._under_way = set[Future[None]]()
 
-    def close(self) -> None:
-        """End the threads. Their reads are dropped."""
+    def submit(self, threads: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        """Have one of `threads` or `bringers` do this. Raises RuntimeError after `close`."""
+        future = threads.submit(work)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """End the threads. Their reads are dropped. Those under way are waited for, at most `wait_s` seconds."""
         for threads in (self.bringers, self.threads):
             threads.shutdown(wait=False, cancel_futures=True)
+        wait(list(self._under_way), wait_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +195,7 @@ class ChunkLoads:
 
     def close(self) -> None:
         """End the threads. Their reads are dropped."""
-        self._readers.close()
+        self._readers.close(_LAST_READS_S)
 
     def begin(self, fill: Fill, fence: Any, facts: ModelFacts) -> None:
         """Begin a load, or a comparison.
@@ -213,9 +223,11 @@ class ChunkLoads:
             if chunk.number not in filling.waits:
                 continue
             if self._loader.comes_from_afar(chunk):
-                self._readers.bringers.submit(self._bring, self._readers, filling, chunk)
+                work = partial(self._bring, self._readers, filling, chunk)
+                self._readers.submit(self._readers.bringers, work)
             else:
-                self._readers.threads.submit(self._read, self._readers.buffers, filling, chunk)
+                work = partial(self._read, self._readers.buffers, filling, chunk)
+                self._readers.submit(self._readers.threads, work)
 
     def _bring(self, readers: Readers, filling: _Filling, chunk: PromptChunk) -> None:
         """Wait for a chunk of a far store, then have it read. A thread that only waits calls it."""
@@ -225,7 +237,8 @@ class ChunkLoads:
                 self._loader.bring(chunk)
                 # Ended meanwhile: the load begins again.
                 with contextlib.suppress(RuntimeError):
-                    readers.threads.submit(self._read, readers.buffers, filling, chunk)
+                    work = partial(self._read, readers.buffers, filling, chunk)
+                    readers.submit(readers.threads, work)
                 return
             except PDConnectorError as error:
                 result = error

@@ -109,7 +109,7 @@ class ChunkSaves:
         nbytes = max(ends, default=0)
         self._free = [bytearray(nbytes) for _ in range(threads + _MORE_BUFFERS)]
         self._writers = ThreadPoolExecutor(threads, "pd-pool-save")
-        self._writes: list[Future[None]] = []  # under way
+        self._under_way: list[Future[None]] = []  # queries and writes
 
     @property
     def waits_for_device(self) -> bool:
@@ -135,7 +135,9 @@ class ChunkSaves:
 
     def close(self) -> None:
         """End the threads. Copied chunks are written if the store takes them in time."""
-        wait(self._writes, _LAST_WRITES_S)
+        for query in self._queries:
+            query.over = True  # the store is not asked any more
+        wait(self._under_way, _LAST_WRITES_S)
         self._writers.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, facts: ModelFacts) -> None:
@@ -153,7 +155,7 @@ class ChunkSaves:
                 late_s = time.monotonic() + _WAITS_S
                 query = _Query(save, fence, plan, self._free.pop(), late_s)
                 self._queries.append(query)
-                self._writers.submit(self._ask, query, facts)
+                self._submit(partial(self._ask, query, facts))
             else:
                 self._report(Saved(save.request))
         while (now := time.monotonic()) >= self.due_s:
@@ -225,9 +227,12 @@ class ChunkSaves:
         finally:
             if not query.over:
                 self._report(Saved(save.request))
-        work = partial(self._write, part, query.buffer, copied=copied)
-        self._writes = [write for write in self._writes if not write.done()]
-        self._writes.append(self._writers.submit(work))
+        self._submit(partial(self._write, part, query.buffer, copied=copied))
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        """Have a writing thread do this."""
+        self._under_way = [future for future in self._under_way if not future.done()]
+        self._under_way.append(self._writers.submit(work))
 
     def _tables(self, save: Save) -> list[list[int]]:
         """The save's page ids by table, each at its place in the request; -1 before them."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,8 +22,9 @@ from support.pool_stores import patient, store
 from support.waits import until
 
 from pd_bench.pool.faulty_store import FaultyStore
+from pd_connector.agent import commands as commands_module
 from pd_connector.agent import pool_loads, pool_saves
-from pd_connector.agent.commands import ChangeModel
+from pd_connector.agent.commands import ChangeModel, CommandQueue
 from pd_connector.errors import Cause, Miss
 from pd_connector.kv.geometry import DRAFT_LAYERS, Shard, page_span
 from pd_connector.pool import record, saver
@@ -653,3 +655,34 @@ def test_what_a_tier_could_not_take_is_counted(rank: Make, store: LocalStore) ->
     for _ in range(2):
         store._tier_storage.troubles.failed(folder, OSError(errno.EROFS, "Read-only file system"))
     until(lambda: writer.count("pool_unwritten", tier="memory", cause="read_only") == 2)
+
+
+def test_reads_under_way_are_waited_for_before_the_store_is_closed() -> None:
+    readers, begun, released = pool_loads.Readers(), threading.Event(), threading.Event()
+
+    def read() -> None:
+        begun.set()
+        released.wait(60.0)
+
+    readers.submit(readers.threads, read)
+    assert begun.wait(60.0)
+    closing = threading.Thread(target=readers.close, args=(60.0,))
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    released.set()
+    closing.join(60.0)
+    assert not closing.is_alive()
+    readers.close(60.0)  # nothing is left
+
+
+def test_a_late_thread_wakes_nobody_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number may be another descriptor's by then. libzmq aborts if it is one of its own."""
+    commands, written = CommandQueue(), list[int]()
+    spied = SimpleNamespace(eventfd_write=lambda wakes, _: written.append(wakes), close=os.close)
+    monkeypatch.setattr(commands_module, "os", spied)
+    commands.wake()
+    assert written == [commands.wakes]
+    commands.close()
+    commands.wake()
+    assert written == [commands.wakes]
