@@ -106,10 +106,10 @@ class _Carrier:
         far = self._remembered(None if page is None else page.far)
         return page or (FarPage(far, [], after) if far else None)
 
-    def _remembered(self, told: str | None) -> str:
+    def _remembered(self, reported: str | None) -> str:
         """The id that the carrier tells, or has told before: a busy one may be late."""
-        if told is not None:
-            self._far, self._silent = told, 0
+        if reported is not None:
+            self._far, self._silent = reported, 0
         elif not self._link.is_there or self._silent >= _MOST_SILENT:
             self._far = ""
         else:

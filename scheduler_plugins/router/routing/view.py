@@ -121,9 +121,9 @@ class HostStore:
 
     def _chunk_s(self, engine: str, counts: Callable[[str], bool]) -> float:
         """Seconds to load a chunk from tiers that count: by this engine's loads, else by another's."""
-        for known in (counts, _is_any) if counts is _is_far else (counts,):
+        for considered in (counts, _is_any) if counts is _is_far else (counts,):
             for place in (self._places[engine], *self._places.values()):
-                speeds = [speed for tier, speed in place.bytes_per_s.items() if known(tier)]
+                speeds = [speed for tier, speed in place.bytes_per_s.items() if considered(tier)]
                 if speeds and place.chunk_bytes:
                     return place.chunk_bytes / min(speeds)
         return 0.0
