@@ -48,7 +48,7 @@ class SparseMlaMetadata(SparseMLACommonMetadata):
     Attributes:
         counts: tokens that each query attends to, int32 `[queries]`.
         plan: the work partition for these counts, for all layers; None on a CPU and for more queries than decodes have.
-        piece_plan: for pieces of up to PIECE queries, filled anew for each; None on a CPU.
+        piece_plan: for pieces of up to PIECE queries, filled for each of them; None on a CPU.
     """
 
     counts: torch.Tensor | None = None
