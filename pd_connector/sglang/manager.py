@@ -159,6 +159,7 @@ class Manager(BaseKVManager):
             leads=parallel.attn_tp_rank == 0 and geometry.shard.first_layer == 0,
             vocabulary=vocabulary,
             drafted=self._drafts.tokens if self._drafts else 0,
+            draft_vocabulary=self._drafts.vocabulary if self._drafts else 0,
         )
 
     def _attach_prefill(self) -> None:
