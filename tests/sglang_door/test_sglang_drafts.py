@@ -212,7 +212,7 @@ def test_layers_of_the_draft_model_have_numbers_of_their_own() -> None:
 def queue(runners: int, pool: Any = "pool", token_map: torch.Tensor | None = None) -> Any:
     worker = SimpleNamespace(
         draft_worker=SimpleNamespace(hot_token_id=token_map),
-        _draft_model_runners=lambda: (SimpleNamespace(model=torch.nn.Module()),) * runners
+        _draft_model_runners=lambda: (SimpleNamespace(model=torch.nn.Module()),) * runners,
     )
     return SimpleNamespace(
         draft_token_to_kv_pool=pool,
