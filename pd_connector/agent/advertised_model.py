@@ -110,6 +110,7 @@ class AdvertisedModel:
         self._at_start = self.facts = facts
         self._submit = submit
         self._draft = draft
+        self._draft_files: Sequence[CheckpointFiles] = draft.files if draft else ()
         self._files: Sequence[CheckpointFiles] = ()
         self._reading: _Reading | None = None
         self.withdrawn = self.unreadable = False
@@ -158,18 +159,22 @@ class AdvertisedModel:
         stay."""
         self.changes += 1
 
-    def tell_files(self, files: Sequence[CheckpointFiles]) -> bool:
+    def forget_draft(self) -> None:
+        """The draft model may have other weights, too. While weights are withdrawn: the next ones are told without it."""
+        self._draft = None
+        self._at_start = msgspec.structs.replace(self._at_start, draft=b"")
+
+    def tell_files(self, files: Sequence[CheckpointFiles], draft: DraftFiles | None = None) -> bool:
         """All weights were loaded from these files since they were withdrawn. Returns whether they will be told, once
-        they were read. They will not if the files may lack a tensor, because that tensor stayed as it was."""
-        if not self._files or any(part.problem or part in files for part in self._files):
+        they were read. They will not if the files may lack a tensor, because that tensor stayed as it was.
+
+        Args:
+            draft: what the draft model was loaded from since then. It is told if its files lack no tensor either.
+        """
+        if not _replaces(files, self._files):
             return False
-        try:
-            before, now = _forms(self._files), _forms(files)
-        except (OSError, ValueError) as error:
-            logger.warning("the files of the weights cannot be read: %s", error)
-            return False
-        if before != now or not all(now):
-            return False
+        if draft is not None and _replaces(draft.files, self._draft_files):
+            self._draft, self._draft_files = draft, draft.files
         self._change(msgspec.structs.replace(self._at_start, reading=True))
         self._read(files)
         logger.info(
@@ -213,6 +218,7 @@ class AdvertisedModel:
                 logger.warning(
                     "the draft model is not known, so this engine takes no KV: %s", problem
                 )
+            _forms_known(self._draft.files)
             weights_read = combined([part.weights for part in self._draft.files])
             draft = b"" if problems else draft_fingerprint(self._draft.config, weights_read)
             self._at_start = msgspec.structs.replace(self._at_start, draft=draft)
@@ -222,10 +228,7 @@ class AdvertisedModel:
             self.unreadable = True
             self._submit(ReadWeights(0, 0))  # nothing is read any more
             return
-        try:
-            _forms(files)  # as long as they are open
-        except (OSError, ValueError) as error:
-            logger.warning("the files of the weights cannot be read: %s", error)
+        _forms_known(files)  # as long as they are open
         weights = combined([part.weights for part in files]) if files else self.facts.weights
         draft = self._at_start.draft
         self.facts = msgspec.structs.replace(
@@ -250,13 +253,22 @@ class AdvertisedModel:
         self._submit(ChangeModel(facts))
 
 
-def _forms(parts: Sequence[CheckpointFiles]) -> list[bytes]:
-    """The forms of all tensors.
+def _replaces(files: Sequence[CheckpointFiles], before: Sequence[CheckpointFiles]) -> bool:
+    """Whether these files have all tensors of those before, in their forms."""
+    if not before or any(part.problem or part in files for part in before):
+        return False
+    if not (_forms_known(before) and _forms_known(files)):
+        return False
+    old, new = [part.forms for part in before], [part.forms for part in files]
+    return old == new and all(new)
 
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a safetensors file is none.
-    """
-    for part in parts:
-        part.forms = part.forms or tensor_forms(part.files)
-    return [part.forms for part in parts]
+
+def _forms_known(parts: Sequence[CheckpointFiles]) -> bool:
+    """Look at the forms of all tensors (`CheckpointFiles.forms`). Returns whether the files could be read."""
+    try:
+        for part in parts:
+            part.forms = part.forms or tensor_forms(part.files)
+    except (OSError, ValueError) as error:  # a safetensors file may be none
+        logger.warning("the files of the weights cannot be read: %s", error)
+        return False
+    return True

@@ -104,6 +104,10 @@ class WeightsWatch(ABC):
     def files(self) -> Sequence[CheckpointFiles] | None:
         """The files that the model was loaded from last; None if unknown."""
 
+    def draft(self) -> DraftFiles | None:
+        """The files that the draft model was loaded from last, if it changes with the model."""
+        return None
+
     def differ(self) -> bool:
         """Whether the weights in memory are not those of the last comparison. It is False until the next is due."""
         if time.monotonic() < self._next_compare:
@@ -116,9 +120,13 @@ class WeightsWatch(ABC):
         whole, self._whole = self._whole, False
         files = self.files() if whole else None
         opened = self._loads.opened  # without these, files are of the change before the last
-        if files and all(part in opened for part in files) and self._advertised.tell_files(files):
-            self._loaded = self.samples()
-            return
+        if files and all(part in opened for part in files):
+            draft = self.draft()
+            if draft is not None and not all(part in opened for part in draft.files):
+                draft = None
+            if self._advertised.tell_files(files, draft):
+                self._loaded = self.samples()
+                return
         logger.warning(
             "the weights have changed while this engine served: KV passes only between ranks that hold the same part of the "
             "model and the same parameters, if all of these can be seen, %s",

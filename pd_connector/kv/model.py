@@ -200,8 +200,9 @@ def draft_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
         return ""
     if not consumer.draft:
         return (
-            "the weights of the consumer's draft model were not found on its disk, so that nothing shows whose drafts are "
-            "alike: give both engines the same name of the model (config key model_id)"
+            "the weights of the consumer's draft model were not found on its disk, or have changed while it served, so that "
+            "nothing shows whose drafts are alike: give both engines the same name of the model (config key model_id), or "
+            "restart it"
         )
     has = "another draft model" if producer.draft else "no draft model"
     return (

@@ -93,7 +93,7 @@ class Loader:
         self._store.bring(chunk.key)
 
     def read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
-        """Read and verify a chunk.
+        """Read and verify a chunk that is on this host: others are brought first.
 
         Args:
             facts: the model that will use it.
@@ -110,7 +110,8 @@ class Loader:
             raise
 
     def _read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
-        stored = self._store.bring(chunk.key)
+        # A reading thread must not wait for the far store: what was evicted since it was brought is gone.
+        stored = self._store.bring(chunk.key) if self._store.brings_at_once(chunk.key) else None
         if stored is None:
             raise PoolError(Miss.EVICTED, f"chunk {chunk.number} is no longer there")
         parts: list[ReadPart] = []

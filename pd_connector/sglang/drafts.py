@@ -5,8 +5,11 @@ A decode engine drafts on from what the prefill engine's draft model has compute
 token, a hidden state and the likeliest next tokens. So both engines need the same draft model.
 """
 
+import hashlib
 import logging
 from typing import Any, NamedTuple
+
+import torch
 
 from pd_connector.agent.advertised_model import DraftFiles
 from pd_connector.config import Config
@@ -35,12 +38,14 @@ class Drafts(NamedTuple):
         cache: its KV pool.
         runner: SGLang's `ModelRunner`.
         tokens: of a first draft.
+        vocabulary: size of the draft model's vocabulary: the first number that is not a token of a first draft.
         form: of first drafts (`protocol.wire.final_token.draft_form`).
     """
 
     cache: DraftPool
     runner: Any
     tokens: int
+    vocabulary: int
     form: str
 
 
@@ -67,10 +72,25 @@ def drafts_of(queue: Any) -> Drafts | None:
         )
     hidden = queue.metadata_buffers.output_hidden_states
     tokens = int(get_spec().speculative_eagle_topk)
-    form = draft_form(tokens, hidden.shape[1], str(hidden.dtype).removeprefix("torch."))
+    dtype = str(hidden.dtype).removeprefix("torch.")
+    hot = _token_map(scheduler.draft_worker)
+    form = draft_form(tokens, hidden.shape[1], dtype, "none" if hot is None else _digest(hot))
+    vocabulary = int(scheduler.model_config.vocab_size) if hot is None else len(hot)
     model = runners[0].model
     cache = DraftPool(pool, kv_heads(model), kv_scales(model))
-    return Drafts(cache, runners[0], tokens, form)
+    return Drafts(cache, runners[0], tokens, vocabulary, form)
+
+
+def _token_map(worker: Any) -> torch.Tensor | None:
+    """The model's token of each token of the draft model (`--speculative-token-map`, or EAGLE3's own); None where the numbers
+    are the same."""
+    found: torch.Tensor | None = getattr(worker.draft_worker, "hot_token_id", None)
+    return found
+
+
+def _digest(token_map: torch.Tensor) -> str:
+    octets = token_map.to("cpu", torch.int64).contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(octets).hexdigest()[:32]
 
 
 def draft_model(drafts: Drafts | None, settings: Config) -> DraftFiles | bytes:

@@ -2,7 +2,6 @@
 """Final token in SGLang's form: a row of its metadata buffers. A decode engine reads the row when a request's KV has
 arrived."""
 
-import math
 from typing import Any
 
 import msgspec
@@ -20,6 +19,9 @@ _COUNTS = (
     "video_tokens",
 )
 """SGLang's meaning of the first places of a row of `cached_tokens`."""
+
+_MOST_LIKELY = 1.001
+"""Largest probability that passes: 1, rounded."""
 
 
 def read_row(buffers: Any, row: int, req: Any, identity: bytes, transfer: str) -> FinalToken:
@@ -66,7 +68,7 @@ def draft_problem(buffers: Any, final_token: FinalToken, drafted: int, vocabular
 
     Args:
         drafted: tokens of a first draft here.
-        vocabulary: size of the model's vocabulary. SGLang would end the engine for a token that is not in it.
+        vocabulary: size of the draft model's vocabulary. SGLang would end the engine for a token that is not in it.
     """
     draft = final_token.draft
     if draft is msgspec.UNSET:
@@ -78,10 +80,11 @@ def draft_problem(buffers: Any, final_token: FinalToken, drafted: int, vocabular
             f"a first draft of {len(draft.tokens)} tokens with {len(draft.hidden)} bytes of hidden state came: wanted "
             f"{drafted} tokens with {hidden_bytes} bytes"
         )
-    if not all(map(math.isfinite, draft.probabilities)) or max(draft.tokens) >= vocabulary:
+    likely = all(0 <= probability <= _MOST_LIKELY for probability in draft.probabilities)
+    if not likely or max(draft.tokens) >= vocabulary:
         return (
             f"a first draft of tokens {draft.tokens} with probabilities {draft.probabilities}: wanted tokens below "
-            f"{vocabulary} and finite numbers"
+            f"{vocabulary} and probabilities from 0 to 1"
         )
     return ""
 
@@ -94,8 +97,14 @@ def _write_draft(buffers: Any, row: int, draft: FirstDraft) -> None:
     buffers.output_topk_p[row, :count] = torch.tensor(draft.probabilities, dtype=torch.float32)
 
 
-def write_row(buffers: Any, row: int, final_token: FinalToken, room: int) -> None:
-    """Fill a request's row. The room is written last: SGLang takes a row for complete once its room is set."""
+def write_row(
+    buffers: Any, row: int, final_token: FinalToken, room: int, *, drafts: bool = False
+) -> None:
+    """Fill a request's row. The room is written last: SGLang takes a row for complete once its room is set.
+
+    Args:
+        drafts: this engine drafts, and `draft_problem` has found nothing. Otherwise a draft is left out.
+    """
     buffers.output_ids[row, 0] = final_token.first_token
     counts = [final_token.counts.get(name, 0) for name in _COUNTS]
     buffers.cached_tokens[row, : len(counts)] = torch.tensor(counts, dtype=torch.int32)
@@ -111,6 +120,6 @@ def write_row(buffers: Any, row: int, final_token: FinalToken, room: int) -> Non
         tokens, logprobs = zip(*final_token.top_logprobs[:count], strict=True)
         buffers.output_top_logprobs_idx[row, :count] = torch.tensor(tokens, dtype=torch.int32)
         buffers.output_top_logprobs_val[row, :count] = torch.tensor(logprobs, dtype=torch.float32)
-    if final_token.draft is not msgspec.UNSET:
+    if drafts and final_token.draft is not msgspec.UNSET:
         _write_draft(buffers, row, final_token.draft)
     buffers.bootstrap_room[row, 0] = room

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import BaseKVManager, KVArgs
@@ -159,6 +160,7 @@ class Manager(BaseKVManager):
             leads=parallel.attn_tp_rank == 0 and geometry.shard.first_layer == 0,
             vocabulary=vocabulary,
             drafted=self._drafts.tokens if self._drafts else 0,
+            draft_vocabulary=self._drafts.vocabulary if self._drafts else 0,
         )
 
     def _attach_prefill(self) -> None:
@@ -200,9 +202,14 @@ class Manager(BaseKVManager):
             needs=() if self._produces else words,
         )
         if watch is None:
-            read = draft if isinstance(draft, DraftFiles) else None
             watch = SGLangWeights(
-                self._scheduler, facts, loaded, files, self.agent.submit, draft=read
+                self._scheduler,
+                facts,
+                loaded,
+                files,
+                self.agent.submit,
+                draft=draft if isinstance(draft, DraftFiles) else None,
+                drafts=partial(draft_model, self._drafts, self._config),
             )
             setattr(self._scheduler, _WEIGHTS, watch)
         else:

@@ -133,6 +133,7 @@ class Rank:
         leads: whether this is the first of the ranks that have parts of the same requests.
         vocabulary: size of the model's vocabulary, the first number that is not a token.
         drafted: tokens of a first draft, if the engine drafts (speculative decoding); 0: it does not.
+        draft_vocabulary: size of the draft model's vocabulary, if the engine drafts.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Rank:
         leads: bool,
         vocabulary: int,
         drafted: int = 0,
+        draft_vocabulary: int = 0,
     ) -> None:
         self.agent = agent
         self.admission = admission
@@ -159,6 +161,7 @@ class Rank:
         self.leads = leads
         self.vocabulary = vocabulary
         self.drafted = drafted
+        self.draft_vocabulary = draft_vocabulary
         self._adapters = adapters
 
     def identity(self, req: Any, tokens: Sequence[int]) -> bytes:

@@ -225,12 +225,13 @@ class Receiver(BaseKVReceiver):
             return
         buffers, drafted = self._rank.buffers, self._rank.drafted
         if drafted:
-            vocabulary = self._rank.vocabulary
+            vocabulary = self._rank.draft_vocabulary
             problem = draft_problem(buffers, finished.final_token, drafted, vocabulary)
             if problem:
                 self._ended(Cause.WORDS, problem)
                 return
-        write_row(buffers, self._row, finished.final_token, self.bootstrap_room)
+        room, drafts = self.bootstrap_room, drafted > 0
+        write_row(buffers, self._row, finished.final_token, room, drafts=drafts)
         self._state = KVPoll.Success
         self._rank.count_handoff("handed_over")
 

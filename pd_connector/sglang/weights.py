@@ -30,6 +30,7 @@ class SGLangWeights(WeightsWatch):
         waits: the engine waits until its weights are known. SGLang's decode engine computes no prompt, so that requests
             would fail meanwhile. Other engines compute.
         draft: its draft model, if that is loaded from files.
+        drafts: looks for the files that the draft model was loaded from last, as `draft_model` does.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class SGLangWeights(WeightsWatch):
         *,
         waits: bool = True,
         draft: DraftFiles | None = None,
+        drafts: Callable[[], DraftFiles | bytes] = bytes,
     ) -> None:
         self._scheduler = scheduler
         self._waits = waits
+        self._drafts = drafts
         self._stale = False  # the cache holds KV of other weights
         super().__init__(facts, loaded, None if files is None else (files,), draft, submit, LOADS)
         self._wait()
@@ -78,6 +81,7 @@ class SGLangWeights(WeightsWatch):
 
     def loading(self) -> None:
         super().loading()
+        self._advertised.forget_draft()  # SGLang changes both, unless a call names one
         self._stale = True
 
     def failed(self) -> None:
@@ -96,6 +100,7 @@ class SGLangWeights(WeightsWatch):
         flushed = self._next_compare == 0.0
         if not self._advertised.withdrawn and self.differ():
             self._advertised.withdraw()
+            self._advertised.forget_draft()
             self._stale = not flushed
         if self._advertised.withdrawn and not self._stale and not self._loading:
             self.tell()
@@ -111,6 +116,10 @@ class SGLangWeights(WeightsWatch):
     def files(self) -> Sequence[CheckpointFiles] | None:
         files = loaded_files(self._scheduler)
         return None if files is None else (files,)
+
+    def draft(self) -> DraftFiles | None:
+        found = self._drafts()
+        return found if isinstance(found, DraftFiles) else None
 
 
 @contextmanager

@@ -256,6 +256,36 @@ def test_a_draft_model_that_was_still_read_when_weights_changed_is_told_later(
     assert not engine.facts.weights
 
 
+def test_a_draft_model_that_may_have_changed_is_told_by_its_new_files_or_not_at_all(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Both models of an engine may change at once, and the draft model alone."""
+    small, tuned = save(tmp_path / "draft", tensors(1)), one_row(tmp_path / "drafts")
+    first = tmp_path / "drafts" / "model"
+
+    def drafts(*paths: Path) -> Engine:
+        """Starts with the first, changes to the others."""
+        engine = Engine(checkpoint, draft=DraftFiles(b"config", [opened(paths[0])])).wait()
+        for path in paths[1:]:
+            engine.told.withdraw()
+            engine.told.forget_draft()
+            draft = DraftFiles(b"config", [opened(path)])
+            assert engine.told.tell_files([opened(checkpoint)], draft)
+        return engine.wait()
+
+    changed, tuned_from_start = drafts(first, tuned), drafts(tuned)
+    assert changed.facts.draft
+    assert changed.facts.draft == tuned_from_start.facts.draft
+    assert changed.facts.draft != drafts(first).facts.draft
+    assert drafts(first, tuned, first).facts.draft == drafts(first).facts.draft
+    assert not drafts(small, tuned).facts.draft, "tensors that the new files lack stayed"
+    changed.told.withdraw()
+    changed.told.forget_draft()
+    changed.told.tell_memory(loaded=b"new")
+    assert not changed.wait().facts.draft
+    assert "have changed while it served" in draft_problem(tuned_from_start.facts, changed.facts)
+
+
 def test_nothing_is_known_of_weights_that_change(checkpoint: Path) -> None:
     engine, other = Engine(checkpoint).wait(), Engine(checkpoint).wait()
     engine.told.withdraw()

@@ -17,6 +17,17 @@ class Probe:
         """Whether the next step is scheduled while this one is computed."""
         return bool(self.vllm_config.scheduler_config.async_scheduling)
 
+    def waits_for_its_pool(self) -> None:
+        """From now on the scheduler, which is in this process, waits for its pool, and loads all that the pool has. Otherwise
+        a busy machine decides what is loaded."""
+        from pd_connector.agent import pool_loads, pool_saves
+        from pd_connector.pool.load_breakeven import LoadBreakeven
+        from pd_connector.vllm.pool import lookups
+
+        lookups.LOOK_S = lookups._SLOW_S = 60.0
+        pool_loads._STALL_S = pool_saves._WAITS_S = 60.0
+        LoadBreakeven.chunks = lambda self, hit, now: len(hit)
+
     def sleep_as_on_a_gpu(self) -> None:
         """From now on, `sleep` and `wake_up`, which do nothing on a CPU, do what vLLM 0.33's worker for GPUs does: the
         pages lose their content, and the connector is told before and after."""

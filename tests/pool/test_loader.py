@@ -175,6 +175,18 @@ def test_a_chunk_that_is_gone_is_told_as_evicted(store: LocalStore) -> None:
     assert cause(store) is Miss.EVICTED
 
 
+def test_a_read_does_not_wait_for_a_chunk_that_went_since_it_was_brought(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few threads read: a far store that does not answer would hold up all other chunks."""
+    put(store, FIRST, SECOND)
+    asked: list[bytes] = []
+    monkeypatch.setattr(store, "brings_at_once", lambda key: False)
+    monkeypatch.setattr(store, "bring", asked.append)
+    assert cause(store) is Miss.EVICTED
+    assert asked == []
+
+
 @pytest.mark.parametrize("writer", [b"", b"e" * 16, b"d" * 16])
 def test_an_engine_that_drafts_reads_chunks_with_its_own_draft_model_only(
     store: LocalStore, writer: bytes

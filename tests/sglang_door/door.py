@@ -52,6 +52,7 @@ class Engine(Manager):
         rank: tuple[int, int] = (0, 1),
         draft: Any = None,
         drafted: int = 0,
+        draft_vocabulary: int = sys.maxsize,
     ) -> None:
         self._config = CONFIG
         pool, parts = pool if isinstance(pool, tuple) else (pool, ())
@@ -104,6 +105,7 @@ class Engine(Manager):
             leads=True,
             vocabulary=sys.maxsize,
             drafted=drafted,
+            draft_vocabulary=draft_vocabulary,
         )
         self.found = LookupResult(())
         self.forgotten: list[str] = []

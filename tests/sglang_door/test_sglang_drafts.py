@@ -134,7 +134,9 @@ def test_a_first_draft_of_other_sizes_is_refused_with_both(dtype: torch.dtype) -
     here.set_buf(req)
     token = read_row(here, 1, req, b"i", "t")
     assert draft_problem(there, token, TOPK, 259) == ""
-    write_row(there, 3, token, ROOM)
+    write_row(there, 2, token, ROOM)
+    assert not there.output_hidden_states[2].any(), "nobody has checked it"
+    write_row(there, 3, token, ROOM, drafts=True)
     assert torch.equal(there.output_hidden_states[3], here.output_hidden_states[1])
     assert isinstance(token.draft, FirstDraft)
     short = msgspec.structs.replace(token.draft, hidden=token.draft.hidden[:-1])
@@ -145,7 +147,14 @@ def test_a_first_draft_of_other_sizes_is_refused_with_both(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(
-    "changes", [{"tokens": [5, 259]}, {"probabilities": [0.5, math.nan]}], ids=["token", "nan"]
+    "changes",
+    [
+        {"tokens": [5, 259]},
+        {"probabilities": [0.5, math.nan]},
+        {"probabilities": [0.5, 1e300]},
+        {"probabilities": [-0.5, 0.5]},
+    ],
+    ids=["token", "nan", "infinite as float32", "negative"],
 )
 def test_a_first_draft_that_would_end_the_engine_is_refused(changes: Any) -> None:
     buffers, req = MetadataBuffers(4, 16, torch.float32, 0), drafting()
@@ -154,7 +163,21 @@ def test_a_first_draft_that_would_end_the_engine_is_refused(changes: Any) -> Non
     assert isinstance(token.draft, FirstDraft)
     draft = msgspec.structs.replace(token.draft, **changes)
     problem = draft_problem(buffers, msgspec.structs.replace(token, draft=draft), TOPK, 259)
-    assert "wanted tokens below 259 and finite" in problem
+    assert "wanted tokens below 259 and probabilities from 0 to 1" in problem
+
+
+def test_a_first_draft_has_tokens_of_the_draft_models_vocabulary() -> None:
+    """SGLang looks them up in the draft worker's map, and ends for a token behind its end."""
+    pair = Pair(drafts=(full_attention(16), full_attention(16)), drafted=(TOPK, TOPK))
+    pair.d.rank.draft_vocabulary = 7
+    try:
+        receiver = handed_over(pair, drafting(), KVPoll.Failed)
+        with pytest.raises(TransferError, match="wanted tokens below 7 "):
+            receiver.failure_exception()
+        pair.d.rank.draft_vocabulary = 8
+        handed_over(pair, drafting())
+    finally:
+        pair.close()
 
 
 def test_drafts_beside_other_pools_are_named() -> None:
@@ -186,13 +209,16 @@ def test_layers_of_the_draft_model_have_numbers_of_their_own() -> None:
     assert slots_of([1], 16).tolist()[0] == 16
 
 
-def queue(runners: int, pool: Any = "pool") -> Any:
+def queue(runners: int, pool: Any = "pool", token_map: torch.Tensor | None = None) -> Any:
     worker = SimpleNamespace(
-        _draft_model_runners=lambda: (SimpleNamespace(model=torch.nn.Module()),) * runners
+        draft_worker=SimpleNamespace(hot_token_id=token_map),
+        _draft_model_runners=lambda: (SimpleNamespace(model=torch.nn.Module()),) * runners,
     )
     return SimpleNamespace(
         draft_token_to_kv_pool=pool,
-        scheduler=SimpleNamespace(draft_worker=worker),
+        scheduler=SimpleNamespace(
+            draft_worker=worker, model_config=SimpleNamespace(vocab_size=259)
+        ),
         metadata_buffers=MetadataBuffers(4, 24, torch.bfloat16, 0),
     )
 
@@ -202,10 +228,22 @@ def test_an_engine_says_the_form_of_its_drafts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
     found = drafts_of(queue(1))
     assert found is not None
-    assert found.form == "first_draft of 2 tokens with 24 elements of bfloat16"
+    assert found.form == "first_draft of 2 tokens with 24 elements of bfloat16, token map none"
+    assert found.vocabulary == 259
     assert needs_drafts(["first_token", found.form])
     assert not needs_drafts(["first_token"])
     assert drafts_of(SimpleNamespace(scheduler=SimpleNamespace(draft_worker=None))) is None
     for other, told in ((queue(2), "2 draft models"), (queue(1, None), "without a KV pool")):
         with pytest.raises(ConfigError, match=told):
             drafts_of(other)
+
+
+def test_drafts_of_another_token_map_have_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(speculative_eagle_topk=TOPK)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    maps = None, torch.tensor([3, 5, 250]), torch.tensor([3, 5, 251]), torch.tensor([3, 5, 250])
+    found = [drafts_of(queue(1, token_map=each)) for each in maps]
+    forms = [each.form for each in found if each is not None]
+    assert len(set(forms)) == 3
+    assert forms[1] == forms[3]
+    assert [each.vocabulary for each in found if each is not None] == [259, 3, 3, 3]

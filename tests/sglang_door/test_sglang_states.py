@@ -215,16 +215,24 @@ def test_matrices_of_kernels_for_a_cpu_are_turned(monkeypatch: pytest.MonkeyPatc
     there_cache = describe_cache(there, NAMED, own_shard(there, 0, 1), parts=parts)
     monkeypatch.setattr("sglang.srt.utils.is_cpu", lambda: True)
     here_cache = describe_cache(here, NAMED, own_shard(here, 0, 1), parts=parts)
-    found = routes(here_cache.geometry, there_cache.geometry, ("raw",), ("raw",))
-    for chunk in plan(found, 0, 16, 1 << 20, state_token=16):
-        route = found[chunk.route]
-        if route.section is not None:
-            slot = memoryview(bytearray(chunk.nbytes(route)))
-            there_cache.scatter(route, chunk, [5], here_cache.gather(route, chunk, [3], slot))
-    sent, got = runs(here, parts, 3), runs(there, parts, 5)
-    in_memory = sent["ssm"].reshape(len(RECURRENT), VALUES, KEY_DIM, VALUE_DIM)
-    assert torch.equal(in_memory.transpose(2, 3), got["ssm"])
-    assert torch.equal(sent["conv.v"], got["conv.v"])
+
+    def pass_state(source: Any, slot: int, destination: Any, into: int) -> None:
+        found = routes(source.geometry, destination.geometry, ("raw",), ("raw",))
+        for chunk in plan(found, 0, 16, 1 << 20, state_token=16):
+            route = found[chunk.route]
+            if route.section is not None:
+                passed = memoryview(bytearray(chunk.nbytes(route)))
+                passed = source.gather(route, chunk, [slot], passed)
+                destination.scatter(route, chunk, [into], passed)
+
+    pass_state(here_cache, 3, there_cache, 5)
+    pass_state(there_cache, 4, here_cache, 6)
+    for turned, other in ((3, 5), (6, 4)):
+        on_cpu, on_gpu = runs(here, parts, turned), runs(there, parts, other)
+        in_memory = on_cpu["ssm"].reshape(len(RECURRENT), VALUES, KEY_DIM, VALUE_DIM)
+        assert torch.equal(in_memory.transpose(2, 3), on_gpu["ssm"])
+        assert torch.equal(on_cpu["conv.v"], on_gpu["conv.v"])
+    assert not torch.equal(on_cpu["ssm"], runs(here, parts, 3)["ssm"]), "another slot's state"
 
 
 def test_a_request_goes_through_both_engines_with_its_state() -> None:

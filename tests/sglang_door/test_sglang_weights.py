@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from pd_connector.agent import weights_watch
+from pd_connector.agent.advertised_model import DraftFiles
 from pd_connector.agent.commands import ChangeModel, KnowWeights
 from pd_connector.kv.checkpoint_files import CheckpointFiles
-from pd_connector.kv.model import ModelFacts, model_problem
+from pd_connector.kv.model import ModelFacts, draft_problem, model_problem
 from pd_connector.memory.parameters import loaded_fingerprint
 from pd_connector.pool.keys import model_root
 from pd_connector.sglang.model import LOADS
@@ -52,6 +53,16 @@ def scheduler(served: torch.nn.Module, path: Path = Path("/nowhere")) -> Any:
         model_config=config,
         tp_worker=SimpleNamespace(model_runner=runner),
     )
+
+
+def tuned(folder: Path) -> Path:
+    """The demo model with other weights."""
+    other = folder / "tuned"
+    shutil.copytree(MODEL_DIR, other)
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(64))
+    return other
 
 
 def update(served: torch.nn.Module) -> None:
@@ -159,11 +170,7 @@ def test_weights_of_another_folder_are_known_by_its_files(
 ) -> None:
     """`update_weights_from_disk` gives the new path to the config of SGLang's runner, not to that of its scheduler."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    other = tmp_path / "tuned"
-    shutil.copytree(MODEL_DIR, other)
-    with (other / "model.safetensors").open("r+b") as file:
-        file.seek(-64, os.SEEK_END)
-        file.write(bytes(64))
+    other = tuned(tmp_path)
     served, files = model(), CheckpointFiles.open(MODEL_DIR)
     facts = ModelFacts(b"c", held="all", reading=True)
     engine = scheduler(served, MODEL_DIR)
@@ -178,6 +185,44 @@ def test_weights_of_another_folder_are_known_by_its_files(
     watched.step()
     assert model_root(watched.facts), "the pool is used on"
     assert watched.facts.weights != before.weights
+
+
+def test_a_draft_model_is_known_by_its_files_again_after_an_update_from_disk_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang updates both models from one path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    other = tuned(tmp_path)
+    served, files = model(), CheckpointFiles.open(MODEL_DIR)
+    assert files is not None
+    engine, found = scheduler(served, MODEL_DIR), [DraftFiles(b"draft", (files,))]
+    facts = ModelFacts(b"c", held="all", reading=True)
+    watched = SGLangWeights(
+        engine,
+        facts,
+        loaded_fingerprint(served),
+        files,
+        lambda command: None,
+        draft=found[0],
+        drafts=lambda: found[-1],
+    )
+    before = watched.facts.draft
+    assert before
+    with watched.change(whole=True):
+        for _ in range(2):  # of either model
+            LOADS.begin((str(other), None), CheckpointFiles.open(other))
+        engine.tp_worker.model_runner.model_config.model_path = str(other)
+        found.append(DraftFiles(b"draft", (LOADS.files[str(other), None],)))
+        update(served)
+        watched.flushed(done=True)
+    watched.step()
+    after = watched.facts
+    assert after.draft not in (b"", before)
+    with watched.change():  # by tensors, of either model
+        watched.flushed(done=True)
+    watched.step()
+    assert not watched.facts.draft
+    assert draft_problem(after, watched.facts)
 
 
 def test_files_that_are_not_those_that_were_loaded_are_told_by_memory_at_the_start() -> None:

@@ -35,6 +35,9 @@ class Recipe:
     forked: bool = True
     """Started within seconds (`support.engine_nursery`); False for as users start it."""
 
+    patient: bool = False
+    """Waits for its pool, and loads all that the pool has. Otherwise a busy machine decides what is loaded."""
+
     def engine(self, name: str, log: Path, port: int | None = None) -> SglangEngine:
         others = ",".join(name for name in _models() if name != self.module)
         env = {"SGLANG_DISABLED_MODEL_ARCHS": others, **dict(self.env)}
@@ -44,6 +47,8 @@ class Recipe:
             env[FAULTS] = str(log.with_suffix(""))
         if self.module != "llama":
             plugins["plain"] = _PLAIN
+        if self.patient:
+            plugins["patient"] = PATIENT
         for plugin, source in plugins.items():
             env["PYTHONPATH"] = sglang_plugin(
                 log.parent / plugin, plugin, source, env.get("PYTHONPATH")
@@ -161,6 +166,18 @@ def after_poll(state, receiver):
 """A plug-in with faults that can be switched on and off while an engine runs. A prefill engine's states are zeroed before
 they are sent. One poll in fifty of a decode engine says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
 is damaged once its KV has been verified, or its recurrent states are zeroed, or replaced by those of the request before."""
+
+PATIENT = """
+def register():
+    from pd_connector.agent import pool_saves
+    from pd_connector.pool.load_breakeven import LoadBreakeven
+    from pd_connector.sglang import pool_prompts
+
+    pool_saves._WAITS_S = 60.0
+    pool_prompts.LOOK_S = pool_prompts._SLOW_S = pool_prompts.STALL_S = 60.0
+    LoadBreakeven.chunks = lambda self, hit, now: len(hit)
+"""
+"""A plug-in for `Recipe.patient`."""
 
 _PLAIN = """
 def register():

@@ -11,6 +11,7 @@ from harness import completion, fresh_salt, wait_until
 from pools import CHUNKS, IN_USE, PROMPT, PooledEngines, counted, hits, sharing_a_pool
 from sglang_engines.sglang_harness import TOLERANCE, Answer, SglangEngine, assert_idle, body
 from sglang_engines.sglang_recipes import Recipe
+from tools import probe
 
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import SHM_VARIABLE
@@ -82,7 +83,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     with sharing_a_pool(logs) as pool:
         env = ((SHM_VARIABLE, str(pool.shm)),)
         sglang = {
-            f"sglang {page}": Recipe(None, page, config=CONFIG, env=env).engine(
+            f"sglang {page}": Recipe(None, page, config=CONFIG, env=env, patient=True).engine(
                 f"sglang {page}", logs / f"sglang{page}.log"
             )
             for page in (1, 64)
@@ -91,6 +92,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
             for engine in sglang.values():
                 engine.start()
             vllm = pool.start(32, audit="first")
+            probe(vllm, "waits_for_its_pool")
             for engine in sglang.values():
                 engine.wait_ready()
                 log = engine.log_path

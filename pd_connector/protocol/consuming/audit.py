@@ -142,9 +142,8 @@ class Comparison:
         # What comes after the first wrong layer may be wrong because of it.
         if wrong := min(self._wrong(), key=itemgetter(0), default=None):
             return Cause.AUDIT, wrong[1]
-        if unsure := next((far for layer in self._far for far in self._unsure(layer)), None):
-            detail = f"a token shortly before this state met other experts here: {unsure.problem}"
-            return Cause.WINDOW, detail
+        if unsure := next(self._unsure(), None):
+            return Cause.WINDOW, unsure
         compared = {layer for layer, _ in self._sums}
         for route in routes:
             if route.section is not None and not self._states:
@@ -160,14 +159,17 @@ class Comparison:
     def _wrong(self) -> Iterator[tuple[int, str]]:
         """What is wrong, as (layer, problem); nothing for layers that are right."""
         for (layer, part), (apart, own, allowed) in self._sums.items():
-            excused = self._moved.excused(layer, allowed.token) if self._moved else set()
-            unsure = self._unsure(layer)
+            excused = set[int]()
+            if self._moved is not None:
+                excused |= self._moved.excused(layer, allowed.token)
+                excused |= self._moved.unsure(layer, allowed.token)
+            states = self._unsure_states(layer)
             for far in self._far[layer]:
-                if far not in unsure and (far.of_state or excused.isdisjoint(far.tokens)):
+                if far not in states and (far.of_state or excused.isdisjoint(far.tokens)):
                     yield layer, far.problem
                     break
             else:
-                if unsure:
+                if states:
                     continue
                 if self._moved:
                     apart -= self._moved.apart(layer, part, excused)
@@ -176,7 +178,21 @@ class Comparison:
                     where = f"layer {layer}, all its pages together, {_name(part)}"
                     yield layer, _differs(where, distance, allowed.layer)
 
-    def _unsure(self, layer: int) -> list[_Far]:
+    def _unsure(self) -> Iterator[str]:
+        """Differences that other experts may have made, or that may be wrong KV."""
+        for layer in self._far:
+            for far in self._unsure_states(layer):
+                yield f"a token shortly before this state met other experts here: {far.problem}"
+        if self._moved is None:
+            return
+        for (layer, part), (_, _, allowed) in self._sums.items():
+            for token in sorted(self._moved.unsure(layer, allowed.token)):
+                yield (
+                    f"layer {layer}, token {token}, {_name(part)}: KV is apart from what this engine computes, and not in "
+                    f"the next layer that was compared; the layers between do not show whether it met other experts"
+                )
+
+    def _unsure_states(self, layer: int) -> list[_Far]:
         """The parts of a layer's state that other experts may have moved."""
         if self._moved is None or layer == 0:
             return []

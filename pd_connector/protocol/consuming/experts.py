@@ -6,10 +6,11 @@ experts, and both are right. From the next layer on the token's KV differs betwe
 error:
 
 - In the first layer no token has passed an expert.
-- The token's difference continues in the next layer that keeps KV of it. The error of a wrong chunk ends with the chunk's
-  layers.
+- The token's difference continues in the next layer. The error of a wrong chunk ends with the chunk's layers.
 
-A recurrent state takes in all tokens, the last ones most. So a state behind a token that has moved shows nothing.
+Both can be missing. A difference fades from layer to layer. If layers whose KV is not compared lie between two that are, a
+difference that has ended in the second one shows nothing. A recurrent state takes in all tokens, the last ones most. So a
+state behind a token that has moved shows nothing either.
 """
 
 from collections.abc import Iterable, Iterator
@@ -63,25 +64,32 @@ class MovedTokens:
 
     def excused(self, layer: int, most: float) -> set[int]:
         """Tokens of a layer whose distance is above `most` because of other experts."""
-        far = {token for token, distance in self.distances(layer) if distance > most}
-        compared = set[int]().union(*self._spans.get(layer, ()))
-        if layer == 0 or len(far) > _MOST_SHARE * len(compared):
-            return set()
-        return {token for token in far if self._continues(token, layer)}
+        return {t for t in self._far(layer, most) if self._next(t, layer)[1]}
+
+    def unsure(self, layer: int, most: float) -> set[int]:
+        """Tokens of a layer whose distance is above `most`, and that are no longer apart in the next layer in which they were
+        compared, with other layers between. Either other experts have moved them, or their KV is wrong."""
+        found = ((token, self._next(token, layer)) for token in self._far(layer, most))
+        return {token for token, (after, moved) in found if not moved and after > layer + 1}
 
     def moved_in(self, tokens: range) -> bool:
         """Whether any of these tokens has moved, in any layer."""
         return any(token in tokens for layer in self._moved.values() for token in layer)
 
-    def _continues(self, token: int, layer: int) -> bool:
-        """Whether a token has moved in the next layer in which it was compared, too. True if there is none: other layers keep
-        states, have dropped it, or are another rank's."""
-        later = sorted(number for number in self._spans if number > layer)
-        for number in later:
+    def _far(self, layer: int, most: float) -> set[int]:
+        """Tokens of a layer whose distance is above `most`; none where experts cannot be the cause."""
+        far = {token for token, distance in self.distances(layer) if distance > most}
+        compared = set[int]().union(*self._spans.get(layer, ()))
+        return far if layer and len(far) <= _MOST_SHARE * len(compared) else set()
+
+    def _next(self, token: int, layer: int) -> tuple[int, bool]:
+        """The next layer in which a token was compared, and whether it has moved there, too. True if there is none: other
+        layers keep states, have dropped it, or are another rank's."""
+        for number in sorted(number for number in self._spans if number > layer):
             if any(token in span for span in self._spans[number]):
                 moved = self._moved[number]
-                return token in moved or len(moved) >= MOST_MOVED
-        return True
+                return number, token in moved or len(moved) >= MOST_MOVED
+        return layer, True
 
     def distances(self, layer: int) -> Iterator[tuple[int, float]]:
         """Each moved token of a layer with its distance: the larger one of K and V."""

@@ -33,7 +33,7 @@ class FirstDraft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         hidden: the draft model's hidden state of the prompt's last token, its bytes.
-        tokens: the likeliest tokens after the first one.
+        tokens: the likeliest tokens after the first one, as the draft model numbers them.
         probabilities: of these tokens.
     """
 
@@ -72,15 +72,17 @@ class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
 
-def draft_form(tokens: int, elements: int, dtype: str) -> str:
+def draft_form(tokens: int, elements: int, dtype: str, token_map: str = "none") -> str:
     """Name of a form of first drafts, in `Hello.needs`: both sides must have the same one.
 
     Args:
         tokens: that it has (SGLang: `--speculative-eagle-topk`).
         elements: of its hidden state.
         dtype: of these elements.
+        token_map: digest of the map from the draft model's tokens to the model's, by which the draft's tokens are read;
+            "none" where both are the same.
     """
-    return f"{_DRAFT} of {tokens} tokens with {elements} elements of {dtype}"
+    return f"{_DRAFT} of {tokens} tokens with {elements} elements of {dtype}, token map {token_map}"
 
 
 def needs_drafts(needs: Collection[str]) -> bool:

@@ -99,9 +99,26 @@ STATES = {0: 0.01, 2: 0.01}
 
 def test_between_layers_that_keep_states_the_next_layer_with_kv_counts() -> None:
     assert compared({1: {5: 1.0}, 3: {5: 0.4}}, STATES).judge([], []) is None
-    cause, detail = compared({1: {5: 1.0}}, STATES).judge([], []) or ("", "")
-    assert cause is Cause.AUDIT
-    assert detail.startswith("layer 1, page 2")
+
+
+def test_what_has_faded_behind_layers_that_keep_states_shows_nothing() -> None:
+    """Neither that the producer is right, nor that it is wrong: another prompt is compared. More of it than experts move is
+    wrong, and so is what has ended in the layer just behind, or is beside it in other tokens of the same layer."""
+    few = dict.fromkeys(range(TOKENS // 4), 1.0)
+    for far, states, cause in (
+        ({1: {5: 1.0}}, STATES, Cause.WINDOW),
+        ({1: few}, STATES, Cause.WINDOW),
+        ({1: few | {63: 1.0}}, STATES, Cause.AUDIT),
+        ({1: {5: 1.0}}, {0: 0.01}, Cause.AUDIT),
+        ({1: {5: 1.0}, 3: {7: 1.0}}, STATES | {0: 0.9}, Cause.AUDIT),
+    ):
+        found = compared(far, states).judge([], [])
+        assert (found and found[0]) == cause, found
+    _, detail = compared({1: {5: 1.0}}, STATES).judge([], []) or ("", "")
+    assert detail.startswith("layer 1, token 5, K: KV is apart")
+    without = compared({1: {5: 1.0}}, STATES, experts=False).judge([], [])
+    assert without is not None
+    assert without[0] is Cause.AUDIT
 
 
 @pytest.mark.parametrize("apart", [0.09, 0.7])

@@ -461,6 +461,7 @@ def test_an_engine_whose_stop_command_runs_stays_out_when_the_file_is_read_again
             assert scaled.pool.listed > version, "the other worker leaves it out, too"
             (tmp_path / "go").touch()
             await scaled.counted("stopped")
+            await until(lambda: not scaled.pool.stopping, "its command has ended")
             scaled.pool.edit(before)
             assert sorted(serving()) == sorted(before.decode), "it may be used again"
 
