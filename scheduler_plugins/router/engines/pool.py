@@ -101,7 +101,7 @@ class EnginePool:
         self.drained = set[str]()
         """URLs of the engines that an operator drains."""
         self.stopping = set[str]()
-        """URLs of engines whose `stop_command` runs here. They get no requests, whoever lists them."""
+        """URLs of engines whose `stop_command` runs here. They get no requests, even if a list names them."""
         self.with_started: Callable[[RouterConfig], RouterConfig] = lambda config: config
         """Returns settings that also list the engines that this router has started."""
         self.unsent_prompts: list[tuple[str, Hashes]] | None = None
