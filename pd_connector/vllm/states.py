@@ -176,9 +176,14 @@ def _dims_first() -> bool:
 
 def _keys_first(module: Any) -> bool:
     """Whether a delta net keeps its matrices as `[key dim][value dim]`. vLLM's CPU kernel does, in memory that the spec calls
-    `[value dim][key dim]`, as kernels on GPUs and SGLang's are. Where both have one size, nothing else tells."""
-    method = getattr(module, "_forward_method", None)
-    return getattr(method, "__name__", "") == "forward_cpu"
+    `[value dim][key dim]`, as kernels on GPUs and SGLang's are. Where both have one size, nothing else tells.
+
+    That kernel computes in bfloat16 only. Since vLLM 0.33 a float16 model on a CPU takes the Triton kernels instead, which
+    keep `[value dim][key dim]`.
+    """
+    if getattr(getattr(module, "_forward_method", None), "__name__", "") != "forward_cpu":
+        return False
+    return bool(module.model_config.dtype == torch.bfloat16)
 
 
 def _channels(shape: tuple[int, ...]) -> int:

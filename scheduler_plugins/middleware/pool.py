@@ -29,6 +29,10 @@ from scheduler_plugins.middleware.engine_config import pool_engine
 _NUMBER = re.compile(r"-?[0-9]{1,19}")
 _MOST = (1 << 63) - 1
 """Largest number of a journal, which grows by 2^40 with each generation of the books."""
+CARRIER_S = 0.25
+"""Longest wait for the carrier, in seconds. A router waits 1 s for the page, most of which is about this host's own pool."""
+_MOST_SILENT = 8
+"""Pages in a row for which a silent carrier is taken to reach the far store of before."""
 
 
 class PoolMiddleware:
@@ -42,7 +46,7 @@ class PoolMiddleware:
         self._app = app
         self._engine = engine
         self._store: LocalStore | None = None
-        self._carrier: CarrierLink | None = None
+        self._carrier: _Carrier | None = None
         self._opening = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +80,7 @@ class PoolMiddleware:
             async with self._opening:
                 if self._store is None:
                     self._store = await asyncio.to_thread(_opened)
-                    self._carrier = CarrierLink(memory_folder())
+                    self._carrier = _Carrier()
             store, carrier = self._store, self._carrier
             assert carrier is not None
             return await asyncio.to_thread(_report, store, carrier, engine, after, of)
@@ -84,12 +88,41 @@ class PoolMiddleware:
             return _refusal(503, f"the pool cannot be read: {error}")
 
 
+class _Carrier:
+    """The carrier of this host, with the far store that it has told of last. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._link = CarrierLink(memory_folder())
+        self._far, self._silent = "", 0
+
+    def far(self) -> str:
+        """Id of the far store; empty without a carrier, or while it does not know it."""
+        status = self._link.status(CARRIER_S)
+        return self._remembered(None if status is None else status.mark)
+
+    def page(self, after: int) -> FarPage | None:
+        """A page of the far store, without events while the carrier is silent; None without a carrier."""
+        page = self._link.far_page(after, CARRIER_S)
+        far = self._remembered(None if page is None else page.far)
+        return page or (FarPage(far, [], after) if far else None)
+
+    def _remembered(self, reported: str | None) -> str:
+        """The id that the carrier tells, or has told before: a busy one may be late."""
+        if reported is not None:
+            self._far, self._silent = reported, 0
+        elif not self._link.is_there or self._silent >= _MOST_SILENT:
+            self._far = ""
+        else:
+            self._silent += 1
+        return self._far
+
+
 def _opened() -> LocalStore:
     return LocalStore(Space(memory_folder(), 0), visits=True)
 
 
 def _report(
-    store: LocalStore, carrier: CarrierLink, engine: str, after: str, of: str
+    store: LocalStore, carrier: _Carrier, engine: str, after: str, of: str
 ) -> PoolReport | Refusal:
     """In a thread: the store's files are read."""
     store.restore_folders()
@@ -107,10 +140,9 @@ def _report(
         bytes_per_s=advertised.bytes_per_s,
     )
     if not after:
-        carried = carrier.status()
-        return replace(report, far=carried.mark) if carried else report
+        return replace(report, far=carrier.far())
     if of:
-        return _far_page(report, carrier.far_page(int(after)))
+        return _far_page(report, carrier.page(int(after)))
     page = store.journal(int(after))
     events = tuple(PoolEvent(event.number, event.key.hex(), event.tier) for event in page.events)
     return replace(report, events=events, next=page.next, whole=page.whole, more=page.more)

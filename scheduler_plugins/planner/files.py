@@ -150,6 +150,17 @@ def fleet_name(n: int) -> str:
     return "fleet.yaml" if n == 0 else f"fleets/{n}.yaml"
 
 
+def router_name(node: str) -> str:
+    """The router's file of a node that has a copy of the fleet to itself."""
+    return f"router-{node}.yaml"
+
+
+def started_nodes(folder: Path) -> list[str]:
+    """The nodes for which the folder has a script. Files of other names are not a plan's."""
+    scripts = sorted(folder.glob("start-*.sh"))
+    return [path.stem.removeprefix("start-") for path in scripts]
+
+
 def write(
     plan: Plan, folder: Path, model: str, page: str, *, values: Values, compose: Values
 ) -> None:
@@ -168,8 +179,8 @@ def write(
             for old in (
                 *folder.glob("fleets/*.yaml"),
                 *folder.glob("start-*.sh"),
-                *folder.glob("router*.yaml"),
-                *(folder / name for name in (VALUES, COMPOSE)),
+                *(folder / router_name(node) for node in started_nodes(folder)),
+                *(folder / name for name in (ROUTER, VALUES, COMPOSE)),
             ):
                 old.unlink(missing_ok=True)
         for n, row in enumerate(plan.rows):
@@ -187,7 +198,7 @@ def write(
                 path.write_text(text)
                 path.chmod(0o755)
             # No KV passes between copies, so each has a router.
-            name = ROUTER if len(copies) == 1 else f"router-{of_copy[0].node}.yaml"
+            name = ROUTER if len(copies) == 1 else router_name(of_copy[0].node)
             (folder / name).write_bytes(router_file(of_copy, plan.promise, plan.policy))
         for name, content in ((VALUES, values), (COMPOSE, compose)):
             if content is not None:

@@ -15,7 +15,17 @@ import msgspec
 
 from pd_connector.errors import PDConnectorError
 from pd_connector.tools.cli.checks.finding import Finding, Status
-from scheduler_plugins.planner.files import COMPOSE, CORES, GPUS, PAGE, ROLES, ROUTER, VALUES
+from scheduler_plugins.planner.files import (
+    COMPOSE,
+    CORES,
+    GPUS,
+    PAGE,
+    ROLES,
+    ROUTER,
+    VALUES,
+    router_name,
+    started_nodes,
+)
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.settings.config import RouterConfig
 from scheduler_plugins.router.settings.settings_file import parse
@@ -47,9 +57,9 @@ def _findings(folder: Path) -> Iterator[Finding]:
         return Finding(str(folder), name, Status.FAIL, text, _AGAIN)
 
     # A fleet that has a copy on each node has a router for each.
-    copied = any(folder.glob("router-*.yaml"))
-    nodes = [path.stem.removeprefix("start-") for path in folder.glob("start-*.sh")]
-    routers = [f"router-{node}.yaml" for node in sorted(nodes)] if copied else [ROUTER]
+    of_nodes = [router_name(node) for node in started_nodes(folder)]
+    copied = any((folder / name).exists() for name in of_nodes)
+    routers = of_nodes if copied else [ROUTER]
     for name in (FLEET, *routers, PAGE):
         if not (folder / name).is_file():
             yield wrong(name, "is missing")

@@ -150,6 +150,18 @@ def step(
         door.check(batch, door.step(batch))
 
 
+def _in_pieces() -> None:
+    """More queries than one call takes: several calls, the last with fewer."""
+    sparse: Any = importlib.import_module("pd_kernels.vllm.mla_sparse")
+    with mock.patch.object(sparse, "PIECE", 16):
+
+        class Few(SparseDoor):
+            def __init__(self, heads: int) -> None:
+                super().__init__(heads, max_num_seqs=4)
+
+        step(requests=((1, 200), (20, 150), (9, 140)), kind=Few)
+
+
 def _another_choice() -> None:
     """The control: a choice that is not the one the layer has been given is seen."""
 
@@ -183,6 +195,10 @@ LATENTS: dict[str, Case] = {
     ),
     "vllm, sparse mla, dense prompts": functools.partial(
         step, requests=((1, 300), (20, 20), (9, 9)), kind=SparseDoor
+    ),
+    "vllm, sparse mla, in pieces": _in_pieces,
+    "vllm, sparse mla, verified": functools.partial(
+        step, requests=((2, 200), (2, 33)), verified=2, kind=SparseDoor
     ),
     "vllm, sparse mla, another choice": _another_choice,
     "vllm, mla, verified": functools.partial(step, requests=((2, 70), (2, 2)), verified=2),

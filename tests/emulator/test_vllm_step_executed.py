@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 SMALL = (
     *("vllm, mla, 40 heads", "vllm, graphs", "vllm, graphs, mla"),
     *("vllm, mla, beside prompts", "vllm, controls", "vllm, controls, fp8"),
-    *("vllm, sparse mla", "vllm, sparse mla, another choice"),
+    *("vllm, sparse mla", "vllm, sparse mla, in pieces", "vllm, sparse mla, another choice"),
     *("vllm, controls, beside prompts", "vllm, graphs, controls"),
 )
 """Controls: a step is right, and each guard that is undone is found. `python -m tests.emulator` executes all."""

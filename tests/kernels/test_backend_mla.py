@@ -180,6 +180,7 @@ def test_on_a_gpu_ours_stands_in_for_a_sparse_member(
     backend = AttentionBackendEnum[member].get_class()
     assert backend.get_name() == member
     assert backend.get_impl_cls().__name__ == "SparseMlaImpl"
+    alias = member == "FLASHMLA_SPARSE"  # vLLM takes fp8 for fp8_ds_mla there
     good = {
         "head_size": 576,
         "dtype": torch.bfloat16,
@@ -208,6 +209,7 @@ def test_on_a_gpu_ours_stands_in_for_a_sparse_member(
     for reason, changed in refused.items():
         found = backend.validate_configuration(**good | changed)
         assert any(reason in each for each in found), found
+    assert (backend.validate_configuration(**good | {"kv_cache_dtype": "fp8"}) == []) == alias
 
 
 def test_graphs_are_promised_for_decodes_of_one_length_only() -> None:

@@ -22,7 +22,7 @@ def offsets_of_a_tile(
     number = tl.arange(0, TILE)
     if LATENT:
         zero = tl.zeros((), tl.int64)
-        places, _, _ = tile_tokens(zero, table, 1, LENGTH, PAGE, TILE, STRIDES)
+        places, _, _, _ = tile_tokens(zero, table, 1, LENGTH, PAGE, TILE, STRIDES)
         tl.store(found + number, tl.reshape(places, (TILE,)))
     else:
         token = TILE + number

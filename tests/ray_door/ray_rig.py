@@ -221,14 +221,19 @@ class Rig:
         """Within, a count of replicas grows by `least` at least; Ray exports it some time later."""
         before = self.metrics()
         yield
-        found = 0.0
+        found, seen = 0.0, before
 
         def enough() -> bool:
-            nonlocal found
-            found = grown(self.metrics(), before, name, **labels)
+            nonlocal found, seen
+            seen = self.metrics()
+            found = grown(seen, before, name, **labels)
             return found >= least
 
-        wait_until(enough, lambda: f"{least} more of {name} {labels}: {found}", 60.0, 0.25)
+        def what() -> str:
+            others = {key: value for key, value in seen.since(before).items() if name in str(key)}
+            return f"{least} more of {name} {labels}: {found}; all that has changed: {others}"
+
+        wait_until(enough, what, 180.0, 0.25)
 
     def idle(self) -> None:
         """Wait until no living engine holds anything for another."""

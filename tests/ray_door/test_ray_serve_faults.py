@@ -162,10 +162,11 @@ def test_a_decode_replica_killed_with_requests_under_way(rig):
 
 
 def test_a_prefill_replica_killed_during_its_prefill_and_before(rig):
-    """Its engine stands still when the request comes, so that it dies with the prefill under way."""
+    """Its engine stands still when the request comes, so that it dies with the prefill under way. Ray says so, or the
+    decode engine's connector loses the producer and computes the prompt: which of them is first is chance."""
     wanted = ask(rig)
     with (
-        rig.counts(REQUESTS, 1, outcome="prefill_failed"),
+        rig.counts(REQUESTS, 1),
         ThreadPoolExecutor(1) as pool,
         stopped(rig.engines(PREFILL)),
     ):

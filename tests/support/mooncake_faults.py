@@ -22,14 +22,16 @@ from pd_connector.errors import PoolError
 from pd_connector.pool import load_breakeven
 from pd_connector.pool.carrier import client as far_client
 from support.far_hosts import KEY, Host
-from support.mooncake_site import ADDRESS, MASTER, client
+from support.mooncake_masters import answers, client
+from support.mooncake_site import ADDRESS, MASTER, be_patient
 from support.waits import until
 
 _CHUNKS = 4
 _LENDS = """
 import signal
-from support.mooncake_site import client
-lent = client(128 << 20)
+from support.mooncake_masters import client
+from support.mooncake_site import MASTER
+lent = client(MASTER, 128 << 20)
 print("lent", flush=True)
 signal.pause()
 """
@@ -40,6 +42,7 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.start_master()
+        until(lambda: answers(MASTER), "the master", 60)
         self.start_node()
         self.hosts = [Host(folder / name, ADDRESS, (KEY,), 64 << 20, 0.5) for name in "ab"]
 
@@ -120,7 +123,7 @@ def putter_killed(site: Site, rng: random.Random) -> None:
 def all_removed(site: Site, rng: random.Random) -> None:
     """Evicted between `find` and `bring`."""
     with contextlib.suppress(Exception):
-        stranger = client()
+        stranger = client(MASTER)
         stranger.remove_all(True)
         stranger.close()
 
@@ -170,6 +173,14 @@ def step(site: Site, number: int, rng: random.Random, seen: Counter[str]) -> flo
     return longest_s
 
 
+def came(reader: Host, keys: list[bytes]) -> int:
+    """Chunks that the reader's host has now."""
+    there = sum(map(bool, reader.store.find(keys)))
+    with contextlib.suppress(PoolError):
+        return sum(bool(reader.store.bring(key)) for key in keys[:there])
+    return 0
+
+
 def main(faults: int) -> None:
     far_client._FIRST_PAUSE_S = far_client._LONGEST_PAUSE_S = 0.1
     load_breakeven.FIRST_PAUSE_S = load_breakeven.LONGEST_PAUSE_S = 0.1
@@ -188,8 +199,9 @@ def main(faults: int) -> None:
         writer, reader = site.hosts
         keys = chain("afterwards", _CHUNKS)
         save(writer.own, keys, nbytes=200_000)
-        until(lambda: sum(map(bool, reader.store.find(keys))) == _CHUNKS, "all is well again", 120)
-        after = sum(bool(reader.store.bring(key)) and loads(reader.store, key) for key in keys)
+        be_patient()
+        until(lambda: came(reader, keys) == _CHUNKS, "all is well again", 120)
+        after = sum(loads(reader.store, key) for key in keys)
         print("SEEN " + json.dumps({**seen, "longest_s": longest_s, "after": after}), flush=True)
     finally:
         site.close()

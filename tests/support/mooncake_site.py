@@ -5,29 +5,26 @@ all addresses. Prints what it has found as JSON."""
 import json
 import os
 import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from chunks import chain, loads, save, there
-from mooncake.store import MooncakeDistributedStore
 
 from pd_connector.errors import PoolError
+from pd_connector.pool.carrier import asking
 from support.far_hosts import KEY, Host
+from support.mooncake_masters import client, mooncake_master
 from support.waits import until
 
 MASTER = 7951
 ADDRESS = f"mooncake://127.0.0.1:{MASTER}"
 
 
-def client(lent: int = 0) -> Any:
-    """A client without our key."""
-    made = MooncakeDistributedStore()
-    address = f"127.0.0.1:{MASTER}"
-    until(lambda: made.setup("127.0.0.1", "P2PHANDSHAKE", lent, 64 << 20, "tcp", "", address) == 0)
-    return made
+def be_patient() -> None:
+    """From now on this program waits for a carrier as long as a busy machine takes."""
+    for name in ("FIND_S", "SILENT_S", "BRING_S"):
+        setattr(asking, name, 30.0)
 
 
 def brought(host: Host, keys: list[bytes]) -> tuple[int, int]:
@@ -52,7 +49,7 @@ def scene(folder: Path, keys_of_hosts: tuple[bytes, ...]) -> dict[str, Any]:
         save(writer.own, keys, nbytes=300_000)
         until(lambda: writer.count("put") == len(keys), "the chunks in Mooncake", 60)
         told = {"found": there(reader.store, keys), "first": brought(reader, keys[:3])}
-        stranger = client()
+        stranger = client(MASTER)
         for key in keys[3:]:
             name = "pd:" + reader.carrier._seal.names(key)[0]
             data = bytearray(stranger.get(name))
@@ -73,18 +70,17 @@ def main() -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
     os.chdir(folder)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    program = [sys.executable, "-m", "mooncake.cli"]
-    master = subprocess.Popen([*program, "--port", str(MASTER), "--metrics_port", "7952"], **quiet)
+    be_patient()
     try:
-        time.sleep(0.5)
-        lender = client(128 << 20)
-        found = {"sealed": scene(folder / "sealed", (KEY,)), "plain": scene(folder / "plain", ())}
-        lender.close()
-        print("FOUND " + json.dumps(found), flush=True)
+        with mooncake_master(MASTER, "--metrics_port", "7952"):
+            lender = client(MASTER, 128 << 20)
+            found = {
+                "sealed": scene(folder / "sealed", (KEY,)),
+                "plain": scene(folder / "plain", ()),
+            }
+            lender.close()
+            print("FOUND " + json.dumps(found), flush=True)
     finally:
-        master.kill()
-        master.wait()
         subprocess.run(["rm", "-rf", str(folder)], check=True)
     os._exit(0)
 

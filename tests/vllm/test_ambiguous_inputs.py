@@ -63,6 +63,7 @@ def request(name: str, pixels: torch.Tensor, params: dict[str, Any] | None) -> A
         resumable=False,
         status=RequestStatus.FINISHED_LENGTH_CAPPED,
         skip_reading_prefix_cache=False,
+        replay_start=0,
     )
 
 

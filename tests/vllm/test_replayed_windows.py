@@ -5,6 +5,7 @@ never compared: an honest engine would fail its audit. With vLLM's own scheduler
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ import torch
 from support.machines import ROUTES
 from support.vllm_steps import OFFER, PAGE, SteppedEngine
 from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.request import Request
 
 from pd_connector.errors import Cause
 from pd_connector.kv.geometry import Shard
@@ -22,8 +24,8 @@ from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire import messages
 from pd_connector.protocol.wire.peers import Peer, Source
+from pd_connector.vllm.handoff import offers as offers_module
 from pd_connector.vllm.messages import AuditReport, WorkerActivity
-from pd_connector.vllm.pages.replayed import WHOLE_EVERY
 from pd_connector.vllm.pages.status import Use
 
 FULL = kv.FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -88,10 +90,21 @@ def offers(engine: SteppedEngine, count: int) -> Iterator[Offer]:
         engine.step(finished_sending={name})
 
 
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What is drawn for the next prompts of a prefill engine: 0 is a prompt that is computed whole."""
+    numbers = list[int]()
+    monkeypatch.setattr(
+        offers_module, "random", SimpleNamespace(randrange=lambda _: numbers.pop(0))
+    )
+    return numbers
+
+
 @pytest.mark.parametrize("overlap", ["off", "auto"])
-def test_what_was_replayed_is_handed_over_and_not_compared(overlap: str) -> None:
+def test_what_was_replayed_is_handed_over_and_not_compared(overlap: str, draws: list[int]) -> None:
+    draws += [0, 1]
     first, second = offers(warmed(overlap=overlap), 2)
-    assert not first.approximated, "of some prompts one is computed whole, the first to begin with"
+    assert not first.approximated
     assert second.approximated
     for offer in (first, second):
         assert offer.problem(opening(offer, compares=False), ROUTES, 4096) is None
@@ -101,15 +114,17 @@ def test_what_was_replayed_is_handed_over_and_not_compared(overlap: str) -> None
     assert refused[0] is Cause.WINDOW
 
 
-def test_one_of_some_prompts_is_computed_whole() -> None:
-    """Otherwise no audit might ever end where all prompts begin alike."""
-    found = [offer.approximated for offer in offers(warmed(), WHOLE_EVERY + 2)]
-    assert found == [False, *[True] * (WHOLE_EVERY - 1), False, True]
+def test_which_prompts_are_computed_whole_is_chance(draws: list[int]) -> None:
+    """Without any, no audit might ever end where all prompts begin alike. With every 16th, a router that sends prompts to
+    some decode engines in turn would send all of them to the same one."""
+    draws += [0, 1, 15, 0, 0, 7]
+    found = [offer.approximated for offer in offers(warmed(), 6)]
+    assert found == [False, True, True, False, False, True]
 
 
-def test_while_a_prompt_is_computed_the_same_is_said() -> None:
+def test_while_a_prompt_is_computed_the_same_is_said(draws: list[int]) -> None:
     engine = warmed(overlap="auto")
-    list(offers(engine, 1))
+    draws.append(1)
     engine.add("p", TOKENS, 4, **OFFER)
     early = next(c for c in engine.step() if isinstance(c, Offer) and c.request == "p")
     assert not early.final
@@ -130,6 +145,24 @@ def test_a_decode_engine_computes_what_it_compares_without_its_prefix_cache() ->
         engine.step()
     again = engine.fetch("e", TOKENS)
     assert not again.skip_reading_prefix_cache, "the producer has passed"
+
+
+def test_requests_that_came_before_the_audit_read_the_prefix_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them is audited. A client that wants log probabilities of its prompt has asked for no cache, too."""
+    engine = warmed()
+    audited, waiting = engine.fetch("d", TOKENS), engine.fetch("e", TOKENS)
+    with monkeypatch.context() as context:
+        context.setattr(Request, "get_skip_reading_prefix_cache", lambda _: True)
+        asked = engine.fetch("f", TOKENS)
+    for _ in range(3):
+        engine.step()
+    (load,) = (c for c in engine.commands if isinstance(c, Load))
+    assert load.request == audited.request_id
+    assert waiting.replay_start > 0, "it had a hit"
+    assert asked.skip_reading_prefix_cache
+    assert asked.replay_start == 0
 
 
 def test_what_a_decode_engine_replayed_itself_is_not_compared() -> None:

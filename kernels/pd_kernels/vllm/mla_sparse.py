@@ -6,7 +6,7 @@ tokens, of prompts and decodes alike, are queries of one call.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.logger import init_logger
@@ -34,6 +34,12 @@ logger = init_logger("vllm.pd_kernels")
 CODED = "fp8_ds_mla"
 """vLLM's name of FlashMLA's FP8 layout, 656 bytes a token."""
 
+ALIASES = ("fp8", "fp8_e4m3")
+"""Names that vLLM takes for CODED if the backend is FLASHMLA_SPARSE."""
+
+PIECE = 4096
+"""The most queries of one call. A plan for more would be a slow kernel, because one program makes it."""
+
 
 @dataclass(kw_only=True)
 class SparseMlaMetadata(SparseMLACommonMetadata):
@@ -41,11 +47,13 @@ class SparseMlaMetadata(SparseMLACommonMetadata):
 
     Attributes:
         counts: tokens that each query attends to, int32 `[queries]`.
-        plan: the work partition for these counts, for all layers; None on a CPU.
+        plan: the work partition for these counts, for all layers; None on a CPU and for more queries than decodes have.
+        piece_plan: for pieces of up to PIECE queries, filled for each of them; None on a CPU.
     """
 
     counts: torch.Tensor | None = None
     plan: DecodePlan | None = None
+    piece_plan: DecodePlan | None = None
 
 
 class SparseMlaBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]):
@@ -59,13 +67,14 @@ class SparseMlaBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._most = vllm_config.scheduler_config.max_num_batched_tokens
+        most = vllm_config.scheduler_config.max_num_batched_tokens
         few = vllm_config.scheduler_config.max_num_seqs * (self.reorder_batch_threshold or 1)
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        self._few = min(self._most, max(few, graphs))
-        self._counts = torch.zeros(self._most, dtype=torch.int32, device=device)
+        self._few = min(most, max(few, graphs))
+        self._piece = min(most, PIECE)
+        self._counts = torch.zeros(most, dtype=torch.int32, device=device)
         self._layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self._plans: dict[int, DecodePlan] = {}  # by the most queries
+        self._plans: tuple[DecodePlan, DecodePlan] | None = None  # of decodes, of pieces
         logger.info_once("Sparse attention with pd_kernels.sparse_mla_decode.")
 
     def build(
@@ -86,19 +95,25 @@ class SparseMlaBuilder(SparseMLACommonMetadataBuilder[SparseMlaMetadata]):
         counts.copy_((place + 1).clamp(0, self.topk_tokens))
         metadata.counts = counts
         if counts.is_cuda:
-            metadata.plan = self._plan(queries).fill(counts)
+            plan, metadata.piece_plan = self._planned(counts)
+            metadata.plan = plan.fill(counts) if queries <= self._few else None
         return metadata
 
-    def _plan(self, queries: int) -> DecodePlan:
-        """A plan with room for these queries. Those of CUDA graphs have one, whose address never changes."""
-        most = self._few if queries <= self._few else self._most
-        if most not in self._plans:
+    def _planned(self, counts: torch.Tensor) -> tuple[DecodePlan, DecodePlan]:
+        """A plan for the queries of decodes and of CUDA graphs, whose address never changes, and one for pieces. Both are
+        made and compiled by the first step, which is one of vLLM's own."""
+        if self._plans is None:
             scalar = torch.empty((), dtype=self.model_config.dtype, device=self.device)
             heads = self.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
             rows, _ = flat_kv_row_view(self._layer.kv_cache, self.kv_cache_spec.block_size)
             query = scalar.expand(1, heads, LATENT + ROPE)
-            self._plans[most] = plan_sparse_mla_decode(query, rows, max_tokens=most)
-        return self._plans[most]
+            plan, pieces = (
+                plan_sparse_mla_decode(query, rows, max_tokens=most)
+                for most in (self._few, self._piece)
+            )
+            pieces.fill(counts[:1])
+            self._plans = plan, pieces
+        return self._plans
 
 
 class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
@@ -124,13 +139,21 @@ class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         rows, stride = flat_kv_row_view(kv_c_and_k_pe_cache, attn_metadata.block_size)
         slots, counts = self._slots(len(query), attn_metadata, stride)
-        planned = attn_metadata.counts
-        if attn_metadata.plan is not None and planned is not None and len(planned) == len(query):
-            # The plan's counts. Where the indexer has chosen fewer, the rest of the slots is -1.
-            counts, plan = planned, attn_metadata.plan
-        else:
-            plan = None
-        out = sparse_mla_decode(query, rows, slots, counts, scale=self.scale, plan=plan)
+        planned, plan, pieces = attn_metadata.counts, attn_metadata.plan, attn_metadata.piece_plan
+        if planned is None or len(planned) != len(query):
+            planned, plan = counts, None
+        # Otherwise the plan's counts. Where the indexer has chosen fewer, the rest of the slots is -1.
+        if plan is not None or pieces is None:
+            return sparse_mla_decode(query, rows, slots, planned, scale=self.scale, plan=plan), None
+        out = query.new_empty(*query.shape[:2], LATENT)
+        for parts in zip(
+            *(each.split(pieces.room) for each in (query, slots, planned, out)), strict=True
+        ):
+            some, its_slots, its_counts, its_out = parts
+            pieces.fill(its_counts)
+            sparse_mla_decode(
+                *(some, rows, its_slots, its_counts), scale=self.scale, out=its_out, plan=pieces
+            )
         return out, None
 
     def _slots(
@@ -166,7 +189,7 @@ class FlashMlaSparse(AttentionBackend):
     """FLASHMLA_SPARSE with our kernel."""
 
     supported_dtypes = (torch.bfloat16, torch.float16)
-    supported_kv_cache_dtypes = ("auto", "bfloat16", "float16", CODED)
+    supported_kv_cache_dtypes: ClassVar[Any] = ("auto", "bfloat16", "float16", CODED, *ALIASES)
 
     @staticmethod
     def get_name() -> str:
@@ -216,11 +239,12 @@ class FlashMlaSparse(AttentionBackend):
     ) -> str | None:
         reasons = []
         same = (None, "auto", str(dtype).removeprefix("torch."))
-        if kv_cache_dtype not in (*same, CODED):
+        coded = {CODED, *ALIASES} & set(cls.supported_kv_cache_dtypes)
+        if kv_cache_dtype not in (*same, *coded):
             reasons.append(
                 f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype}) or {CODED}"
             )
-        if kv_cache_dtype == CODED and dtype != torch.bfloat16:
+        if kv_cache_dtype in coded and dtype != torch.bfloat16:
             reasons.append(f"model dtype {dtype}: must be bfloat16 for a cache of {CODED}")
         if device_capability is not None and device_capability.major not in CAPABILITIES:
             reasons.append(
@@ -234,6 +258,8 @@ class FlashMlaSparse(AttentionBackend):
 
 class FlashAttnMlaSparse(FlashMlaSparse):
     """The same under FLASH_ATTN_MLA_SPARSE's name."""
+
+    supported_kv_cache_dtypes = ("auto", "bfloat16", "float16", CODED)
 
     @staticmethod
     def get_name() -> str:

@@ -117,10 +117,10 @@ class CarrierLink:
             channel.sendall(encode(Bring(list(keys[:MOST_KEYS]), waits=False)))
             self._give_back(channel)
 
-    def status(self) -> Status | None:
-        """How the carrier is; None without one."""
+    def status(self, within_s: float = 2.0) -> Status | None:
+        """How the carrier is; None without one, or if it does not answer in time."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            answer = self._request(Ask(), 2.0, 2.0)
+            answer = self._request(Ask(), within_s, within_s)
             return answer if isinstance(answer, Status) else None
         return None
 
@@ -136,10 +136,11 @@ class CarrierLink:
             return Checked(0, silent=f"the carrier of this host does not answer: {error!r}")
         return answer if isinstance(answer, Checked) else Checked(0, silent="an answer to another")
 
-    def far_page(self, after: int) -> FarPage | None:
-        """A page of what the far store has, as far as this host's carrier knows; None without a carrier."""
+    def far_page(self, after: int, within_s: float = 1.0) -> FarPage | None:
+        """A page of what the far store has, as far as this host's carrier knows; None without a carrier, or if it does not answer
+        in time."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            answer = self._request(AskFar(after), 1.0, 1.0)
+            answer = self._request(AskFar(after), within_s, within_s)
             return answer if isinstance(answer, FarPage) else None
         return None
 

@@ -41,6 +41,8 @@ _FOLLOWS_S = 0.2
 """How often the journal is read, in seconds."""
 _MARKS_S = 2.0
 """How often the far store's mark is read, in seconds: a new one means that it has lost what it had."""
+_PAUSE_S = 60.0
+"""Least time between two losses after which all is put again, in seconds: each costs a look-up of the whole pool."""
 _PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
 """Bytes in one call, unless a single object has more. Engines wait for the second."""
 _MOST_WAITING = 1 << 14
@@ -86,7 +88,8 @@ class Carrier:
         self._store, self._seal, self._most_bytes = store, seal, most_bytes
         self._shown = without_secret(address)
         self.journal = FarJournal()
-        self._reads_mark_s = 0.0
+        self._reads_mark_s = self._begins_s = 0.0
+        self._has_lost = False
         self._writer = f"carrier-{secrets.token_hex(8)}"
         self._clients = self._finds, self._gets, self._puts = tuple(
             FarClient(name, address, deadline_s, python) for name in ("find", "get", "put")
@@ -150,8 +153,11 @@ class Carrier:
             removes: remove it there if it is damaged.
         """
         problems: list[str] = []
+        read = False
 
         def take(_place: int, data: memoryview) -> None:
+            nonlocal read
+            read = True
             try:
                 opened = unpacked(key, self._seal.open(stored.name, data))
                 for (name, _), part in zip(opened.table.parts, opened.parts, strict=True):
@@ -166,6 +172,10 @@ class Carrier:
                 return Checked(0)
             stored = stored_there
             self._gets.get([stored.name], [stored.nbytes], take)
+            if not read:
+                if self._look(self._gets, [key]) == [None]:  # removed meanwhile
+                    return Checked(0)
+                problems.append("listed, but cannot be read")
             if problems and removes:
                 self._gets.remove([stored.name])
                 self._know(key, None)
@@ -248,15 +258,7 @@ class Carrier:
         if (count := sum(client.opened for client in self._clients)) > self._opened:
             self._opened = count
             self._begin_again()
-        with contextlib.suppress(SilentError):
-            if self._puts.is_ready and self._markers.are_lost(time.monotonic()):
-                logger.warning(
-                    "carrier: the far store has lost objects; what it lacks is put again"
-                )
-                self._count("begun_again")
-                self._begin_again()
-        with contextlib.suppress(SilentError):
-            self._read_mark(time.monotonic())
+        self._look_for_losses(time.monotonic())
         with contextlib.suppress(PoolError):
             self._read_journal()
         self._look_again(time.monotonic())
@@ -271,12 +273,21 @@ class Carrier:
                 self._count("failed", len(chunks))
                 self._tried(chunks)
 
-    def _read_mark(self, now_s: float) -> None:
-        """Learn whether this is the far store of before, with what routers know of it. Raises SilentError."""
-        if now_s < self._reads_mark_s or not self._puts.is_ready:
-            return
-        self._reads_mark_s = now_s + _MARKS_S
-        if self.journal.is_of(read_mark(self._puts, self._seal)):
+    def _look_for_losses(self, now_s: float) -> None:
+        """If the far store has lost objects, or is another one than before, what it lacks is put again."""
+        with contextlib.suppress(SilentError):
+            if self._puts.is_ready and self._markers.are_lost(now_s):
+                self._has_lost = True
+        with contextlib.suppress(SilentError):
+            if self._puts.is_ready and now_s >= self._reads_mark_s:
+                self._reads_mark_s = now_s + _MARKS_S
+                mark = read_mark(self._puts, self._seal)
+                if mark and self.journal.is_of(mark):
+                    self._has_lost = True
+        if self._has_lost and now_s >= self._begins_s:
+            self._has_lost, self._begins_s = False, now_s + _PAUSE_S
+            logger.warning("carrier: the far store has lost objects; what it lacks is put again")
+            self._count("begun_again")
             self._begin_again()
 
     def _begin_again(self) -> None:
@@ -305,8 +316,14 @@ class Carrier:
     def _look_again(self, now_s: float) -> None:
         """Put chunks whose entry is made by now."""
         for key, until_s in list(self._unmade.items()):
-            is_made = next(self._store.chunks([key]), None) is not None
-            if is_made or now_s >= until_s:
+            is_made, is_late = False, now_s >= until_s
+            try:
+                is_made = next(self._store.chunks([key]), None) is not None
+            except Exception:  # of this chunk; others are put
+                if is_late:
+                    logger.exception("carrier: chunk %s was not put", key.hex()[:16])
+                    self._count("failed")
+            if is_made or is_late:
                 del self._unmade[key]
             if is_made:
                 with self._lock:

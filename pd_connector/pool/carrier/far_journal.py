@@ -9,7 +9,6 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import suppress
 
 from pd_connector.errors import PoolError
 from pd_connector.pool.carrier.client import FarClient
@@ -92,7 +91,11 @@ class FarJournal:
 
 
 def read_mark(client: FarClient, seal: Seal) -> str:
-    """The id of a far store; one is put if there is none. If two are put at once, the next call tells which has stayed.
+    """The id of a far store; one is put if there is none.
+
+    Returns:
+        An id that was read from the store: a `put` may not overwrite. Empty while the store does not take a mark, or does not give
+        the one that it lists.
 
     Raises:
         SilentError: the far store does not answer.
@@ -101,24 +104,33 @@ def read_mark(client: FarClient, seal: Seal) -> str:
     sizes = client.has(names)
     # While the key is changed, hosts that have the old one only know its mark: it counts as long as it is there.
     for name in [name for name, there in zip(names, sizes, strict=True) if there == size][::-1]:
-        marks: list[bytes] = []
-
-        def take(
-            _place: int, data: memoryview, name: str = name, marks: list[bytes] = marks
-        ) -> None:
-            with suppress(PoolError):
-                marks.append(bytes(seal.open(name, data)))
-
-        client.get([name], [size], take)
-        if marks:
-            return marks[0].hex()
-    mark = secrets.token_bytes(MARK_BYTES)
+        if mark := _opened_mark(client, seal, name, size):
+            return mark.hex()
+        if mark is None:
+            return ""
+    if sizes[0]:  # it is damaged
+        client.remove(names[:1])
+    new = secrets.token_bytes(MARK_BYTES)
 
     def read(buffer: memoryview, offset: int) -> None:
-        buffer[:] = mark[offset : offset + len(buffer)]
+        buffer[:] = new[offset : offset + len(buffer)]
 
     def fill(_place: int, room: memoryview) -> None:
         seal.seal(names[0], MARK_BYTES, read, room)
 
-    (taken,) = client.put(names[:1], [size], fill)
-    return mark.hex() if taken else ""
+    client.put(names[:1], [size], fill)
+    return (_opened_mark(client, seal, names[0], size) or b"").hex()
+
+
+def _opened_mark(client: FarClient, seal: Seal, name: str, size: int) -> bytes | None:
+    """A mark of the far store; None: it was not read; empty: it is damaged. Raises SilentError."""
+    read: list[bytes] = []
+
+    def take(_place: int, data: memoryview) -> None:
+        try:
+            read.append(bytes(seal.open(name, data)))
+        except PoolError:
+            read.append(b"")
+
+    client.get([name], [size], take)
+    return read[0] if read else None

@@ -9,7 +9,6 @@ A piece has a client of its own, because the master drains all segments of a cli
    carriers put again what their hosts have.
 """
 
-import contextlib
 import logging
 import threading
 import time
@@ -132,13 +131,8 @@ class Lender:
         except SilentMasterError as error:
             problem = f"{error}: what was in the memory may be lost"
         self._pieces = self._pieces[:keep]
-        for piece in pieces:
-            if code := piece.client.unmount_and_free_segment(piece.ids, 0):
-                problem = problem or f"the master answers {code} to the unmounting"
-            with contextlib.suppress(Exception):
-                piece.client.close()
-        freed = sum(piece.nbytes for piece in pieces)
-        return Recalled(freed, moved, copied, lost, problem)
+        freed, failed = _unmount(pieces, max(_LEFT_S, until_s - time.monotonic()))
+        return Recalled(freed, moved, copied, lost, "; ".join(filter(None, (problem, failed))))
 
     def _drain(self, pieces: Sequence[Piece], within_s: float) -> tuple[int, bool]:
         """Have objects moved. Returns how many were, and whether those were all. Raises SilentMasterError."""
@@ -204,6 +198,33 @@ class Lender:
                 places = [_place(each) for each in copies if _is_whole(each)]
                 if places and all(place.transport_endpoint in own for place in places):
                     yield key, places[0].size
+
+
+def _unmount(pieces: Sequence[Piece], within_s: float) -> tuple[int, str]:
+    """Unmount all pieces at once: each waits for the master, which may be silent. Returns the bytes freed in time, and what failed."""
+    answered: list[tuple[int, str]] = []
+
+    def unmount(piece: Piece) -> None:
+        problem = ""
+        try:
+            if code := piece.client.unmount_and_free_segment(piece.ids, 0):
+                problem = f"the master answers {code} to the unmounting"
+            piece.client.close()
+        except Exception as error:
+            problem = problem or f"the unmounting fails: {error!r}"
+        answered.append((piece.nbytes, problem))
+
+    until_s = time.monotonic() + within_s
+    threads = [threading.Thread(target=unmount, args=(each,), daemon=True) for each in pieces]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    in_time = answered.copy()
+    freed = sum(nbytes for nbytes, _ in in_time)
+    if late := sum(piece.nbytes for piece in pieces) - freed:
+        return freed, f"the master has not answered yet: {text_of(late)} follow when it does"
+    return freed, next((problem for _, problem in in_time if problem), "")
 
 
 def _is_whole(copy: Any) -> bool:

@@ -109,16 +109,27 @@ def _serve(nbytes: int, far: str, recall_within_s: float, path: Path) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    lender.lend(nbytes)
-    with _listening(path, requests):
-        print(f"lending {text_of(lender.nbytes)} to {without_secret(far)}", flush=True)
-        while not ends.is_set():
-            request = requests.get()
-            if request is not None:
-                _resize(lender, *request)
+    problem = ""
+    try:
+        lender.lend(nbytes)
+        with _listening(path, requests):
+            print(f"lending {text_of(lender.nbytes)} to {without_secret(far)}", flush=True)
+            while not ends.is_set():
+                request = requests.get()
+                if request is not None:
+                    _resize(lender, *request)
+    except (ConfigError, OSError) as error:
+        problem = str(error)
+    except Exception as error:
+        logging.getLogger(__name__).exception("nothing is lent any more")
+        problem = repr(error)
     _end_at(time.monotonic() + recall_within_s)
-    print(_sentence(lender.recall(0, recall_within_s), 0), flush=True)
-    os._exit(0)  # Mooncake has threads that do not end
+    recalled = lender.recall(0, recall_within_s)
+    if problem:
+        print(f"failed: {problem}", file=sys.stderr, flush=True)
+    if recalled.nbytes or not problem:
+        print(_sentence(recalled, 0), flush=True)
+    os._exit(bool(problem))  # Mooncake has threads that do not end
 
 
 def _end_at(deadline_s: float) -> None:
@@ -212,10 +223,12 @@ def _listening(
             channel.close()
 
     threading.Thread(target=accept, daemon=True).start()
-    yield
-    with contextlib.suppress(OSError):
-        os.unlink(folder.path)
-    listener.close()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(folder.path)
+        listener.close()
 
 
 def _replies(channel: socket.socket) -> _Reply:

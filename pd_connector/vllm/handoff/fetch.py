@@ -37,6 +37,9 @@ class Fetch:
     outdated: bool = False  # its adapter was replaced: its KV is not wanted
     failed: bool = False  # its load has failed: it is computed here
     outcome: str = ""  # its outcome, as the counter `handoffs` names it
+    skips_cache: bool = (
+        False  # it reads no prefix cache, only to be audited; its client did not ask for that
+    )
     had_room: bool = False  # there was room when vLLM asked last, after the load failed
 
     @property

@@ -18,6 +18,7 @@ from pd_connector.vllm.handoff.uncomputable import Uncomputable
 from pd_connector.vllm.identity.adapters import Adapters
 from pd_connector.vllm.messages import StepCommands, WorkerActivity
 from pd_connector.vllm.pages.partial import PartialPages
+from pd_connector.vllm.pages.replayed import replayed
 from pd_connector.vllm.pages.stale_adapter import StaleAdapterPages
 from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.status import PageRule, PageStatus, Use
@@ -169,8 +170,10 @@ class Fetching(Part):
         fetch = Fetch(params.remote_request_id, *identity, peers, params.wait, tokens, stage)
         self._fetches[request.request_id] = fetch
         compares = self._replays and request.request_id not in self._uncomputable
-        if compares and self.audits.wants(request, fetch, tokens):
-            request.skip_reading_prefix_cache = True  # KV behind a hit is not compared
+        if compares and not request.skip_reading_prefix_cache:
+            # KV behind a hit is not compared. `matched` decides: vLLM looks for a hit before it asks there.
+            fetch.skips_cache = self.audits.computes(request, fetch, tokens)
+            request.skip_reading_prefix_cache = fetch.skips_cache
 
     def tokens(self, request: "Request", params: TransferParams) -> int:
         """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
@@ -196,6 +199,9 @@ class Fetching(Part):
             if fetch is not None and fetch.failed and request_id not in self._uncomputable:
                 self._recomputed.looks_for_room(request, fetch)
             return 0
+        if fetch.skips_cache and not self.audits.wants(request, fetch, fetch.tokens):
+            fetch.skips_cache = request.skip_reading_prefix_cache = False
+            return None  # vLLM looks for a hit when it asks again
         fetch.computed_tokens = computed
         missing = fetch.tokens - computed
         audited = request_id not in self._uncomputable and self.audits.computes(
@@ -231,7 +237,7 @@ class Fetching(Part):
         def comparable() -> bool:
             return not self._status.problem(request, Use.COMPARE)
 
-        if self.audits.begin(request, fetch, comparable):
+        if not replayed(request) and self.audits.begin(request, fetch, comparable):
             fetch.stage, fetch.outcome = Stage.AUDITED, "audited"
             held = Hold(request.request_id, fetch.transfer, fetch.peers, watch=False, keep=True)
             return [held]

@@ -2,7 +2,7 @@
 """The prompts that an engine computes for consumers: the offers of their KV, and how long their pages are kept."""
 
 import json
-from itertools import cycle, repeat
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ class Offers(Part):
         streams: bool,
         replays: bool = False,
     ) -> None:
-        self._whole = cycle(range(WHOLE_EVERY)) if replays else repeat(1)
+        self._replays = replays
         self._status = status
         self.address = address
         self._model = model
@@ -101,7 +101,8 @@ class Offers(Part):
             chooses_first: the prompt is whole, so the token that follows it is the first of the answer.
         """
         self._transfers[request.request_id] = transfer, identity, chooses_first
-        if next(self._whole) == 0:
+        # By chance: of every 16th prompt, a router that takes turns would send all to the same decode engine.
+        if self._replays and random.randrange(WHOLE_EVERY) == 0:
             request.skip_reading_prefix_cache = True
         if self._states.boundary(request.num_prompt_tokens):
             self._keeps[request.request_id] = request

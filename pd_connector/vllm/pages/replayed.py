@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 WHOLE_EVERY = 16
-"""One prompt for a decode engine in this number is computed without a prefix cache: an audit needs one."""
+"""On average one prompt for decode engines in this number is computed without a prefix cache: each audit needs one."""
 
 
 def replayed(request: "Request") -> bool:

@@ -16,7 +16,7 @@ from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.roles.base import Scale
-from scheduler_plugins.router.settings.config import SIDES
+from scheduler_plugins.router.settings.config import SIDES, RouterConfig
 from scheduler_plugins.router.settings.elastic import DEFAULT_GROUP, Place
 from scheduler_plugins.router.settings.members import is_name
 from scheduler_plugins.router.settings.scaling import START, STOP, filled
@@ -86,6 +86,7 @@ class Scaling:
         self._stops: dict[str, _Stop] = {}
         self._started: dict[str, _Side] = {}
         self._closed = False
+        pool.with_started = self._with_started
 
     def carry_out(
         self,
@@ -116,13 +117,6 @@ class Scaling:
             if commands:
                 self._reach(scale, failed)
 
-    def keep_out(self) -> None:
-        """Take engines whose `stop_command` runs out of the list again, if another worker has read them in the settings
-        file."""
-        listed = {url for side in SIDES for url in getattr(self._pool.config, side)}
-        for url in self._pool.stopping & listed:
-            self._remove(url)
-
     def forget(self, group: str) -> None:
         """This router no longer decides about the group. Its starts are cancelled: the next router that decides starts its own."""
         for start in self._starts:
@@ -134,8 +128,9 @@ class Scaling:
                 self._pool.metrics.engines_wanted.remove(*side)
 
     def has_started(self, url: str) -> bool:
-        """Whether a command of this router has started the engine, and none has begun to stop it."""
-        return url in self._started
+        """Whether a command of this router has started the engine, and none has begun to stop it. An engine that a name
+        shows counts while its start is under way."""
+        return url in self._started or any(start.url == url for start in self._starts)
 
     async def close(self) -> None:
         """End what is under way. An engine that drains goes on draining; one whose start has not ended is not waited for."""
@@ -309,19 +304,25 @@ class Scaling:
     def _keep_started(self) -> None:
         """Put engines that were started here into the list of engines, if the settings file has taken them out."""
         config = self._pool.config
+        if (kept := self._with_started(config)) is not config:
+            self._pool.edit(kept)
+
+    def _with_started(self, config: RouterConfig) -> RouterConfig:
+        """The settings with all engines that were started here; the same object if there is nothing to add."""
         listed = {url for side in SIDES for url in getattr(config, side)}
         lacking = {url: side for url, side in self._started.items() if url not in listed}
         if not lacking:
-            return
+            return config
         settings: dict[str, Any] = {"places": dict(config.places)}
         for url, (group, role) in lacking.items():
             settings[role] = (*settings.get(role, getattr(config, role)), url)
             if group != DEFAULT_GROUP or config.places:
                 settings["places"][url] = Place(None, frozenset(), group)
         try:
-            self._pool.edit(replace(config, **settings))
+            return replace(config, **settings)
         except ValueError as error:
             logger.warning("engines that were started cannot be used: %s", error)
+            return config
 
     def _drain_again(self) -> None:
         """An engine that the settings file has taken out, and that is kept, is not to get requests while it is stopped."""

@@ -135,7 +135,6 @@ class Elastic:
 
     def tick(self, now_s: float) -> None:
         """Begin what the settings want of SGLang engines. Ask the policy once, and begin what it decides."""
-        self._scaling.keep_out()
         for move in self._return_home.moves(now_s):
             self._begin(self._return_home, _by("settings", move), "settings")
         moving = self._pool.config.moving

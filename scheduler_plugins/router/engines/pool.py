@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from scheduler_plugins.router.index.prefixes import Prefixes
 from scheduler_plugins.router.loop import is_behind, ran_s
 from scheduler_plugins.router.metrics import Metrics
 from scheduler_plugins.router.policies.base import BlockHash
-from scheduler_plugins.router.settings.config import RouterConfig
+from scheduler_plugins.router.settings.config import SIDES, RouterConfig
 from scheduler_plugins.router.settings.elastic import Place
 
 
@@ -101,7 +101,9 @@ class EnginePool:
         self.drained = set[str]()
         """URLs of the engines that an operator drains."""
         self.stopping = set[str]()
-        """URLs of engines whose `stop_command` runs here. The settings file may still list them."""
+        """URLs of engines whose `stop_command` runs here. They get no requests, whoever lists them."""
+        self.with_started: Callable[[RouterConfig], RouterConfig] = lambda config: config
+        """Returns settings that also list the engines that this router has started."""
         self.unsent_prompts: list[tuple[str, Hashes]] | None = None
         """Prompts that engines without events have computed, and that other routers do not know of yet: the engine's
         URL, and the hashes. None: nobody else needs them."""
@@ -175,9 +177,12 @@ class EnginePool:
         A leaving engine gets no new requests, and has `drain_timeout_s` for its open ones. If its URL comes back before,
         the same engine stays: each URL has one engine. Joining engines are
         checked before others leave. While a new name cannot be looked up, no engine leaves. An engine gets another
-        role only if its own entry has changed: other edits leave roles alone.
+        role only if its own entry has changed: other edits leave roles alone. Engines that are being stopped stay out.
         """
-        self._config = config
+        self._config = self._without_stopping(config)
+        if self._config is not config:  # other workers must leave them out, too
+            self.listed = Version(self.listed.number + 1, self.name)
+        config = self._config
         unknown = self._named.use()
         places = config.placed(self._named.members)
         leaving = list[BackendEngine]()
@@ -198,14 +203,18 @@ class EnginePool:
             if endpoints := config.kv_events.get(engine.url):
                 self.caches.follow(engine, *endpoints, ranks=engine.ranks, first=engine.ranks[0])
 
+    def _without_stopping(self, config: RouterConfig) -> RouterConfig:
+        """The settings without engines that are being stopped; the same object if they list none."""
+        if self.stopping.isdisjoint(url for side in SIDES for url in getattr(config, side)):
+            return config
+        # The file may list no other engine than those, while others have been started.
+        for allowed in (config, self.with_started(config)):
+            with suppress(ValueError):
+                return allowed.without(self.stopping)
+        return config  # no engine would be left: their answers are better than none
+
     def edit(self, config: RouterConfig) -> None:
-        """As `use`, for a change that other workers of this router must learn: by an operator or the settings file.
-        Engines that are being stopped stay out."""
-        if self.stopping:
-            with suppress(
-                ValueError
-            ):  # no engine would be left: their answers are better than none
-                config = config.without(self.stopping)
+        """As `use`, for a change that other workers of this router must learn: by an operator or the settings file."""
         self.listed = Version(self.listed.number + 1, self.name)
         self.use(config)
 

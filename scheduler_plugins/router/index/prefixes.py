@@ -79,7 +79,11 @@ class Prefixes:
 
     def in_store(self, prompt: PromptKeys, place: StorePlace) -> InStore:
         """How much of a prompt the store of a host has, for the model of this place in it."""
-        return InStore(*self._held_index.match(prompt.chunks(place), part_names(place.store)))
+        hashes = prompt.chunks(place)
+        match = InStore(*self._held_index.match(hashes, part_names(place.store)))
+        if match.chunks:
+            self._stores[place.store].used(hashes[: match.chunks])
+        return match
 
     def rank_with_most(
         self, prompt: PromptKeys, engine: EngineKeys, least_tokens: int

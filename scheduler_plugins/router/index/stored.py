@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,10 @@ from scheduler_plugins.router.index.hashes import HASH_BYTES, Hashes, unpacked
 MEMORY = "memory"
 """Name of the fastest tier. All others are about as slow as a disk."""
 MOST_CHUNKS = 1 << 20
-"""Chunks of a store that are noted, in about 70 MB. If there are more, later ones are not."""
+"""Chunks of a store that are noted, in about 70 MB. If a host's store has more, later ones are not noted: its journal tells what it
+drops. A far store does not tell that, so the chunks that were noted or looked for longest ago are dropped, in about 40 MB more."""
+_DROPPED_AT_ONCE = 16
+"""Divisor: a sixteenth of the chunks is dropped, so that few pages have to look for the oldest."""
 FAR = "far"
 """Name of the tier of a far store."""
 _FAR_STORE = "far "
@@ -66,6 +70,7 @@ class StoredChunks:
     def __init__(self, index: BlockIndex, store: str) -> None:
         self._index = index
         self._all, self._fast = part_names(store)
+        self._order: dict[int, None] | None = {} if store.startswith(_FAR_STORE) else None
         index.add(self._all)
         index.add(self._fast)
 
@@ -84,15 +89,36 @@ class StoredChunks:
         if whole:
             self._index.clear(self._all)
             self._index.clear(self._fast)
+            if self._order is not None:
+                self._order.clear()
         latest = dict(changes)
         gone = [key for key, tier in latest.items() if not tier]
         self._index.remove(self._all, _hashes(gone))
         there = [key for key, tier in latest.items() if tier]
-        there = there[: max(0, MOST_CHUNKS - self.chunks)]
+        if self._order is None:
+            there = there[: max(0, MOST_CHUNKS - self.chunks)]
         self._index.store(self._all, _hashes(there))
+        if self._order is not None:
+            self._drop_oldest(self._order, _hashes(gone), _hashes(there))
         fast = [key for key in there if latest[key] == MEMORY]
         self._index.remove(self._fast, _hashes([key for key in latest if latest[key] != MEMORY]))
         self._index.store(self._fast, _hashes(fast))
+
+    def used(self, hashes: Hashes) -> None:
+        """A prompt has these chunks: in a far store, they are dropped later than others."""
+        if self._order is not None and 2 * len(self._order) > MOST_CHUNKS:
+            _renew(self._order, hashes)
+
+    def _drop_oldest(self, order: dict[int, None], gone: Hashes, there: Hashes) -> None:
+        """If a far store has too many chunks."""
+        for block in gone:
+            order.pop(block, None)
+        _renew(order, there)
+        if (over := len(order) - MOST_CHUNKS) > 0:
+            oldest = list(islice(order, max(over, MOST_CHUNKS // _DROPPED_AT_ONCE)))
+            self._index.remove(self._all, oldest)
+            for block in oldest:
+                del order[block]
 
     def drop(self) -> None:
         """Forget the store."""
@@ -128,6 +154,13 @@ def chunk_hashes(model: bytes, tokens: bytes, salt: str) -> Hashes:
     if sys.byteorder == "big":
         words.byteswap()
     return unpacked(b"".join(key[:HASH_BYTES] for key in chain(model, words, salt=salt)))
+
+
+def _renew(order: dict[int, None], hashes: Hashes) -> None:
+    """Put chunks at the end of an order, the first of a chain last: without it the others are not found."""
+    for block in reversed(hashes):
+        order.pop(block, None)
+        order[block] = None
 
 
 def _hashes(keys: list[str]) -> Hashes:

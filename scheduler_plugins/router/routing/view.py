@@ -106,8 +106,8 @@ class HostStore:
         """Predicted seconds to load the last `tokens` tokens of the match.
 
         Returns:
-            Infinite for engines of other hosts and other models. What was not measured yet counts as fast, as it does in
-            engines: they load from it until they know better.
+            Infinite for engines of other hosts and other models. A tier of a host that was not measured yet counts as fast, as it
+            does in engines: they load from it until they know better. A far store counts as the slowest tier that was.
         """
         if engine not in self._places:
             return inf
@@ -121,10 +121,11 @@ class HostStore:
 
     def _chunk_s(self, engine: str, counts: Callable[[str], bool]) -> float:
         """Seconds to load a chunk from tiers that count: by this engine's loads, else by another's."""
-        for place in (self._places[engine], *self._places.values()):
-            speeds = [speed for tier, speed in place.bytes_per_s.items() if counts(tier)]
-            if speeds and place.chunk_bytes:
-                return place.chunk_bytes / min(speeds)
+        for considered in (counts, _is_any) if counts is _is_far else (counts,):
+            for place in (self._places[engine], *self._places.values()):
+                speeds = [speed for tier, speed in place.bytes_per_s.items() if considered(tier)]
+                if speeds and place.chunk_bytes:
+                    return place.chunk_bytes / min(speeds)
         return 0.0
 
 
@@ -138,6 +139,10 @@ def _is_disk(tier: str) -> bool:
 
 def _is_far(tier: str) -> bool:
     return tier == FAR
+
+
+def _is_any(tier: str) -> bool:
+    return True
 
 
 def stores_of(places: Mapping[str, StorePlace]) -> list[HostStore]:

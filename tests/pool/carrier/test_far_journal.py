@@ -95,10 +95,16 @@ def test_a_journal_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Objects:
-    """A far store in this process."""
+    """A far store in this process.
 
-    def __init__(self) -> None:
+    Attributes:
+        overwrites: whether `put` replaces what is there, or only answers as if it did.
+        gives: whether what is listed can be read.
+    """
+
+    def __init__(self, *, overwrites: bool = True) -> None:
         self.objects: dict[str, bytes] = {}
+        self.overwrites, self.gives = overwrites, True
 
     def has(self, names: Sequence[str]) -> list[int]:
         return [len(self.objects.get(name, b"")) for name in names]
@@ -107,7 +113,12 @@ class Objects:
         self, names: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], None]
     ) -> None:
         for place, name in enumerate(names):
-            take(place, memoryview(self.objects[name]))
+            if self.gives and name in self.objects:
+                take(place, memoryview(self.objects[name]))
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.objects.pop(name, None)
 
     def put(
         self, names: Sequence[str], sizes: Sequence[int], fill: Callable[[int, memoryview], None]
@@ -115,7 +126,8 @@ class Objects:
         for place, (name, size) in enumerate(zip(names, sizes, strict=True)):
             room = bytearray(size)
             fill(place, memoryview(room))
-            self.objects[name] = bytes(room)
+            if self.overwrites or name not in self.objects:
+                self.objects[name] = bytes(room)
         return [True] * len(names)
 
 
@@ -123,15 +135,35 @@ def mark(far: Objects, *of: bytes) -> str:
     return read_mark(far, Seal(of))  # type: ignore[arg-type]
 
 
-def test_all_carriers_read_one_mark_and_a_stranger_cannot_write_it() -> None:
-    far = Objects()
+@pytest.mark.parametrize("overwrites", [True, False])
+@pytest.mark.parametrize("longer", [0, 1])
+def test_all_carriers_read_one_mark_and_a_stranger_cannot_write_it(
+    overwrites: bool, longer: int
+) -> None:
+    far = Objects(overwrites=overwrites)
     first = mark(far, KEY)
     assert mark(far, KEY) == first
     (name,) = far.objects
-    far.objects[name] = bytes(len(far.objects[name]))
+    far.objects[name] = bytes(len(far.objects[name]) + longer)
     second = mark(far, KEY)
     assert second not in (first, "0" * 32)
     assert mark(far, KEY) == second, "it was put again"
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_a_mark_that_is_listed_and_cannot_be_read_is_no_other_mark(overwrites: bool) -> None:
+    far = Objects(overwrites=overwrites)
+    first = mark(far, KEY)
+    far.gives = False
+    assert mark(far, KEY) == ""
+    far.gives = True
+    assert mark(far, KEY) == first
+
+
+def test_a_mark_that_cannot_be_read_back_is_none() -> None:
+    far = Objects()
+    far.gives = False
+    assert mark(far, KEY) == "", "a store that takes everything and gives nothing"
 
 
 def test_while_the_key_is_changed_all_hosts_read_the_mark_of_the_old_one() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a carrier puts into a far store that does not take everything, or loses what it had."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from support.pool_stores import patient, store
 from support.waits import until
 
 from pd_connector.pool.carrier import carrier as carrier_module
-from pd_connector.pool.carrier import markers
+from pd_connector.pool.carrier import far_journal, markers
 from pd_connector.pool.carrier.carrier import Carrier
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.local import LocalStore
@@ -21,10 +22,16 @@ MOST_BYTES = 50_000
 
 
 class Far:
-    """A far store in this process, in the place of all three clients."""
+    """A far store in this process, in the place of all three clients.
+
+    Attributes:
+        overwrites: whether `put` replaces what is there, or only answers as if it did.
+        gives: whether what is listed can be read.
+    """
 
     def __init__(self) -> None:
-        self.objects: dict[str, int] = {}
+        self.objects: dict[str, bytes] = {}
+        self.overwrites = self.gives = True
         self.refuses: Callable[[str], bool] = lambda name: False
         self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
         self.opened = 1
@@ -33,26 +40,34 @@ class Far:
     @property
     def chunks(self) -> int:
         """Objects that are chunks, not markers."""
-        return sum(size > 1000 for size in list(self.objects.values()))
+        return sum(len(data) > 1000 for data in list(self.objects.values()))
 
     def has(self, names: Sequence[str]) -> list[int]:
         self.looked += 1
-        return [self.objects.get(name, 0) for name in names]
+        return [len(self.objects.get(name, b"")) for name in names]
 
     def put(
         self, names: Sequence[str], sizes: Sequence[int], fill: Callable[[int, memoryview], None]
     ) -> list[bool]:
         taken = []
         for place, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            fill(place, memoryview(bytearray(size)))
+            room = bytearray(size)
+            fill(place, memoryview(room))
             taken.append(not self.refuses(name))
-            if taken[-1]:
-                self.objects[name] = size
+            if taken[-1] and (self.overwrites or name not in self.objects):
+                self.objects[name] = bytes(room)
         return taken
 
     def get(
         self, names: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], None]
-    ) -> None: ...
+    ) -> None:
+        for place, name in enumerate(names):
+            if self.gives and name in self.objects:
+                take(place, memoryview(self.objects[name]))
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.objects.pop(name, None)
 
     def close(self) -> None: ...
 
@@ -121,7 +136,7 @@ def test_a_store_that_was_emptied_unseen_is_noticed_by_its_markers(
     store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients connect again by themselves: no child was started."""
-    monkeypatch.setattr(markers, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(carrier_module, "_PAUSE_S", 0.05)
     assert save(store, chain("prompt", 4)) == 4
     done(carrier, "put", 4)
     until(lambda: len(far.objects) > far.chunks, "markers")
@@ -130,6 +145,92 @@ def test_a_store_that_was_emptied_unseen_is_noticed_by_its_markers(
         until(lambda: far.chunks == 4, "the chunks again")
         until(lambda: len(far.objects) > far.chunks, "markers")
     until(lambda: carrier.status().counts["put"] == 16, "what was there is not put again")
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_a_store_whose_mark_cannot_be_read_is_not_taken_for_another_one(
+    store: LocalStore,
+    carrier: Carrier,
+    far: Far,
+    monkeypatch: pytest.MonkeyPatch,
+    overwrites: bool,
+) -> None:
+    monkeypatch.setattr(carrier_module, "_MARKS_S", 0.01)
+    far.overwrites = overwrites
+    until(lambda: carrier.journal.far, "the mark")
+    mark = carrier.journal.far
+    far.gives = False
+    looked = far.looked
+    until(lambda: far.looked > looked + 10, "looks for the mark")
+    assert carrier.journal.far == mark
+    far.gives = True
+    looked = far.looked
+    until(lambda: far.looked > looked + 5, "further looks")
+    assert carrier.journal.far == mark
+    assert "begun_again" not in carrier.status().counts
+
+
+def test_a_stranger_who_damages_the_mark_again_and_again_makes_little_work(
+    store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrier_module, "_MARKS_S", 0.01)
+    far.overwrites = False
+    (name,) = Seal((b"k" * 32,)).names(far_journal._MARK)
+    until(lambda: carrier.journal.far, "the mark")
+    for _ in range(5):
+        mark = carrier.journal.far
+        far.objects[name] = bytes(len(far.objects[name]))
+        until(lambda: carrier.journal.far not in ("", mark), "another mark")  # noqa: B023
+    until(lambda: carrier.status().counts.get("begun_again"), "control: it was noticed")
+    assert carrier.status().counts["begun_again"] == 1
+
+
+def test_a_chunk_that_is_listed_and_cannot_be_read_is_not_sound(
+    store: LocalStore, carrier: Carrier, far: Far
+) -> None:
+    (key,) = chain("prompt", 1)
+    assert save(store, [key]) == 1
+    done(carrier, "put", 1)
+    assert "listed" not in carrier.check(key, removes=False).problem, "control"
+    far.gives = False
+    checked = carrier.check(key, removes=False)
+    assert (checked.nbytes > 0, checked.problem) == (True, "listed, but cannot be read")
+    assert far.chunks == 1
+    assert carrier.check(key, removes=True).problem
+    assert carrier.check(key, removes=False).nbytes == 0
+
+
+def test_the_loss_of_one_node_among_many_is_noticed(far: Far) -> None:
+    """Each of 16 nodes has a sixteenth of the objects."""
+    client: Any = far
+    noticed = 0
+    for node in range(16):
+        far.objects.clear()
+        looks = markers.Markers(Seal((b"k" * 32,)), "host", client)
+        assert not looks.are_lost(0.0)
+        lost = [name for name in far.objects if int(name[:1], 16) == node]
+        far.remove(lost)
+        noticed += looks.are_lost(1.0)
+    assert noticed >= 14
+
+
+def test_a_chunk_that_cannot_be_looked_for_holds_up_no_other(
+    store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, broken = LocalStore.chunks, b"b" * 32
+
+    def found(self: LocalStore, keys: Any = None) -> Any:
+        if keys == [broken]:
+            raise RuntimeError("a chunk that raises")
+        return chunks(self, keys)
+
+    monkeypatch.setattr(LocalStore, "chunks", found)
+    carrier._unmade[broken] = math.inf
+    assert save(store, chain("prompt", 2)) == 2
+    done(carrier, "put", 2)
+    assert carrier.status().counts["errors"] == 0
+    carrier._unmade[broken] = 0.0
+    until(lambda: not carrier._unmade, "it is given up")
 
 
 def test_a_store_that_refuses_markers_is_not_taken_for_one_that_lost_them(

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of a far store runs in the environment that a setting names, and nothing of this one is seen there."""
 
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,11 +42,18 @@ def test_the_other_python_does_not_have_this_package(tmp_path: Path) -> None:
     assert "ModuleNotFoundError" in ended.stderr or "ImportError" in ended.stderr
 
 
-def test_chunks_pass_through_a_client_of_another_python(tmp_path: Path) -> None:
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_chunks_pass_through_a_client_of_another_python(tmp_path: Path, shm: Path) -> None:
     python = python_without_this_package(tmp_path)
     with redis_server(tmp_path) as redis:
         far_address(redis.address, sealed=True, python=python)
-        host = Host(Path("/dev/shm") / tmp_path.name, redis.address, (KEY,), 64 << 20, 5.0, python)
+        host = Host(shm, redis.address, (KEY,), 64 << 20, 5.0, python)
         try:
             host.ready()
             save(host.own, chain("prompt", 2))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from pd_connector.errors import ConfigError
-from pd_connector.pool.carrier.asking import BRING_S, SILENT_S
 from pd_connector.pool.far import mooncake
 from pd_connector.pool.far.registry import far_address
 
@@ -50,7 +49,7 @@ def test_faults_cost_misses_only() -> None:
     print(f"{faults} faults: {seen}")
     assert "wrong" not in seen
     assert seen["after"] == 4, "all is well afterwards"
-    assert seen["longest_s"] < BRING_S + SILENT_S + 1
+    assert seen["longest_s"] < 60, "nobody waits without end"
 
 
 @here

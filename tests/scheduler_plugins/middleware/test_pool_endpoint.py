@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import tempfile
@@ -19,16 +20,20 @@ from support.pool_stores import wait_for_books
 from support.waits import until
 
 from pd_connector.pool.advertised import AdvertisedEngine
+from pd_connector.pool.carrier import asking
+from pd_connector.pool.carrier.asking import CarrierLink
 from pd_connector.pool.carrier.far_journal import FarJournal
-from pd_connector.pool.carrier.messages import Status
+from pd_connector.pool.carrier.messages import SOCKET, SocketFolder, Status, new_socket
 from pd_connector.pool.carrier.server import CarrierServer
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store import reports
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
 from scheduler_plugins.admission.pool_report import PATH, PoolReport, decode
+from scheduler_plugins.middleware import pool as pool_middleware
 from scheduler_plugins.middleware.middleware import AdmissionMiddleware
 from scheduler_plugins.middleware.pool import PoolMiddleware
+from scheduler_plugins.router.engines.inquiry import BRIEF_S
 
 ENGINE, MODEL = "7b0e-engine", "ab" * 32
 ANSWERED_BY_VLLM = 418
@@ -153,6 +158,61 @@ def test_what_the_carrier_tells_of_the_far_store_is_told_on(store: LocalStore) -
     finally:
         serving.close()
     assert (server.page().far, far_page(0).events) == ("", ())
+
+
+def test_a_carrier_that_hangs_hides_neither_the_hosts_own_pool_nor_soon_the_far_store(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(store)
+    server, journal, (key,), waited = Server(), FarJournal(), chain("a", 1), []
+    save(store, [key])
+    request = CarrierLink._request
+
+    def waiting(self: CarrierLink, message: Any, silent_s: float, most_s: float) -> Any:
+        waited.append(max(silent_s, most_s))
+        return request(self, message, 30.0 if answers else 0.01, 30.0)
+
+    monkeypatch.setattr(CarrierLink, "_request", waiting)
+    monkeypatch.setattr(pool_middleware, "_MOST_SILENT", 4)
+    answers = True
+    journal.is_of("f" * 32)
+    carrier: Any = SimpleNamespace(
+        journal=journal, status=lambda: Status(far="redis://h", sealed=True, mark=journal.far)
+    )
+    serving = CarrierServer(carrier, memory_folder())
+    assert server.page().far == "f" * 32, "control"
+    serving.close()
+    answers = False
+    folder, hanging = SocketFolder(memory_folder()), new_socket()
+    with contextlib.suppress(FileNotFoundError):
+        (memory_folder() / SOCKET).unlink()
+    hanging.bind(folder.path)
+    hanging.listen()
+    try:
+        for _ in range(2):
+            assert (server.page().far, server.page().store) == ("f" * 32, store.id)
+        page = decode(server.get("after=77&of=far")[1])
+        assert (page.far, page.events, page.next) == ("", (), 0), "it is silent for too long"
+        assert server.page().far == ""
+        assert [one.key for one in server.page(0).events] == [key.hex()]
+    finally:
+        hanging.close()
+        folder.close()
+    assert max(waited) + asking.FIND_S < BRIEF_S / 2, "a router has not given up"
+
+
+def test_a_page_of_a_far_store_whose_carrier_hangs_is_empty_and_goes_on_later(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(store)
+    server = Server()
+    server.page()
+    carrier = server.middleware._carrier
+    carrier._far = "f" * 32
+    monkeypatch.setattr(CarrierLink, "far_page", lambda *_: None)
+    monkeypatch.setattr(CarrierLink, "is_there", True)
+    page = decode(server.get("after=77&of=far")[1])
+    assert (page.far, page.events, page.next, page.whole) == ("f" * 32, (), 77, False)
 
 
 def test_another_journal_than_the_far_stores_is_refused_by_name(store: LocalStore) -> None:

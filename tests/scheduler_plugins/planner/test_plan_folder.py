@@ -187,6 +187,19 @@ def test_each_copy_of_a_fleet_has_a_router(tmp_path: Path, capsys) -> None:
     assert "router-b.yaml is missing" in " ".join(capsys.readouterr().out.split())
 
 
+def test_router_files_of_the_users_own_are_kept_and_stand_for_no_copy(
+    tmp_path: Path, capsys
+) -> None:
+    folder = inputs(tmp_path)
+    out = written(folder, mix_of(MIXES["planner"]))
+    own = [out / "router-mine.yaml", out / "router.old.yaml"]
+    for path in own:
+        path.write_text("port: 9000\n")
+    assert main(["check", str(out)]) == 0, capsys.readouterr()
+    written(folder, mix_of(MIXES["planner"]))
+    assert all(path.exists() for path in own)
+
+
 def test_the_router_knows_the_promise(plans: dict[str, Path]) -> None:
     """As in the simulation. Without it, it refuses nothing."""
     router = parse((plans["planner"] / "router.yaml").read_bytes(), {}, "router.yaml")

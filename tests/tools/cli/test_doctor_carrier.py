@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pd_connector.pool.carrier.messages import Status as CarrierStatus
+from pd_connector.pool.carrier.server import CarrierServer
 from pd_connector.tools.cli.check import examine
 from pd_connector.tools.cli.checks import carrier
 from pd_connector.tools.cli.checks.facts import CarrierFacts
@@ -125,3 +129,34 @@ def test_a_package_that_this_machine_lacks_is_a_warning_in_a_file_of_another_one
     told = in_script(tmp_path, f"pd-connector pool carry --far {FAR} --key-file k\n")
     assert told.status is Status.WARN
     assert "pip install 'pd-connector[redis]'" in told.found
+
+
+def test_a_package_that_another_python_has_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd_connector.pool.far.redis.redis", None)
+    command = f"pd-connector pool carry --far {FAR} --key-file k --client-python /opt/far/python\n"
+    told = in_script(tmp_path, command)
+    assert told.status is Status.OK
+    assert "by a client of /opt/far/python" in told.found
+    told = in_script(tmp_path, command.replace("redis.example:6379", "h:6379x"))
+    assert told.status is Status.FAIL, "control: what is wrong in any Python"
+
+
+def test_doctor_does_not_miss_a_package_while_a_carrier_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd_connector.pool.far.redis.redis", None)
+    environment = {"PD_CONNECTOR_FAR": FAR}
+    folder = tmp_path / "pool"
+    folder.mkdir(mode=0o700)
+    assert "pip install" in carrier.look(folder, environment).refused, "control"
+    served: Any = SimpleNamespace(status=lambda: CarrierStatus(far=FAR, sealed=True))
+    serving = CarrierServer(served, folder)
+    try:
+        looked = carrier.look(folder, environment)
+        assert (looked.far, looked.refused) == (FAR, "")
+        wrong = {"PD_CONNECTOR_FAR": "ftp://h"}
+        assert "not known" in carrier.look(folder, wrong).refused, "control"
+    finally:
+        serving.close()

@@ -18,7 +18,9 @@ from pd_connector.tools.cli.checks.finding import Finding, Status
 FAR_VARIABLE = "PD_CONNECTOR_FAR"
 _COMMAND = re.compile(r"pd[-_]connector[\"',\s\\]+pool[\"',\s\\]+carry")
 _OPTION = r"{}(?:=|[\"',\s\\]+(?:-\s+[\"']?)?)([^\s\"',\]\\]+)"
-_FAR, _KEY_FILE = (re.compile(_OPTION.format(name)) for name in ("--far", "--key-file"))
+_FAR, _KEY_FILE, _PYTHON = (
+    re.compile(_OPTION.format(name)) for name in ("--far", "--key-file", "--client-python")
+)
 _SET = re.compile(rf"{FAR_VARIABLE}[\"']?\s*[:=]\s*[\"']?([^\s\"',\]]+)")
 _NEAR = 600
 """Most characters of a command that are looked at."""
@@ -30,7 +32,7 @@ def look(folder: Path, environment: Mapping[str, str] = os.environ) -> CarrierFa
     Args:
         folder: of the memory tier.
     """
-    refused = ""
+    refused, lacks = "", False
     if far := environment.get(FAR_VARIABLE, ""):
         try:
             far_address(
@@ -38,6 +40,7 @@ def look(folder: Path, environment: Mapping[str, str] = os.environ) -> CarrierFa
             )  # the key is an option of a command that is not known here
         except ConfigError as error:
             refused = str(error).replace("--far", FAR_VARIABLE, 1)
+            lacks = _lacks_package(far, refused)
     if not folder.is_dir():
         return CarrierFacts(refused=refused)
     link = CarrierLink(folder)
@@ -54,7 +57,7 @@ def look(folder: Path, environment: Mapping[str, str] = os.environ) -> CarrierFa
         too_large=status.counts.get("too_large", 0),
         most_bytes=status.most_bytes,
         not_put=status.counts.get("not_put", 0),
-        refused=refused,
+        refused="" if lacks else refused,  # the carrier has it in another Python
     )
 
 
@@ -104,19 +107,25 @@ def _finding(text: str, options: str, where: str) -> Finding:
     if far is None:
         advice = f"name the far store with --far, or in {FAR_VARIABLE}, such as redis://HOST:6379"
         return Finding(where, name, Status.FAIL, "no far store is named", advice)
-    address, key = far.group(1), _KEY_FILE.search(options)
+    address, key, python = far.group(1), _KEY_FILE.search(options), _PYTHON.search(options)
     if "$" in address or "{" in address:
         return Finding(where, name, Status.OK, f"{address}: known when it starts")
     shown = without_secret(address)
     try:
         far_address(address, sealed=key is not None)
+    except ConfigError as error:
+        # What a package of this machine lacks says nothing about the one on which the command runs.
+        if not _lacks_package(address, str(error)):
+            return Finding(where, name, Status.FAIL, str(error))
+        if python is None:
+            return Finding(where, name, Status.WARN, str(error))
+        shown += f" by a client of {python.group(1)}, which checks it when it starts"
+    try:
         path = Path(shlex.split(key.group(1))[0]) if key and "$" not in key.group(1) else None
         if path is not None and path.exists():  # it may be a file of another machine
             read_keys(path)
     except ConfigError as error:
-        # What a package of this machine lacks says nothing about the one on which the command runs.
-        lacks = _lacks_package(address, str(error))
-        return Finding(where, name, Status.WARN if lacks else Status.FAIL, str(error))
+        return Finding(where, name, Status.FAIL, str(error))
     sealed = "sealed" if key else "not sealed"
     return Finding(where, name, Status.OK, f"{shown}, {sealed}")
 

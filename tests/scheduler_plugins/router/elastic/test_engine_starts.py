@@ -336,6 +336,8 @@ def test_a_start_behind_a_name_lasts_until_the_name_shows_an_engine_that_serves(
                 assert scaled.elastic._scaling._starts == [start], "no other one is begun"
                 pool._named._members[NAME] = (fake.url,)
                 pool.use(pool.config)
+                scaled.elastic._scaling._look_behind_names(start)
+                assert scaled.elastic._scaling.has_started(fake.url), "decisions do not wait for it"
                 scaled.want(2)
                 await scaled.counted("started")
                 assert scaled.world.known(fake).up
@@ -453,13 +455,46 @@ def test_an_engine_whose_stop_command_runs_stays_out_when_the_file_is_read_again
             scaled.pool.edit(replace(before, attempts=2))
             assert serving() == [left], "the file lists both"
             assert scaled.pool.config.attempts == 2
+            version = scaled.pool.listed
             scaled.pool.use(before)  # as of another worker that has read the file
-            scaled.elastic.tick(scaled.now_s)
             assert serving() == [left]
+            assert scaled.pool.listed > version, "the other worker leaves it out, too"
             (tmp_path / "go").touch()
             await scaled.counted("stopped")
+            await until(lambda: not scaled.pool.stopping, "its command has ended")
             scaled.pool.edit(before)
             assert sorted(serving()) == sorted(before.decode), "it may be used again"
+
+    run(scenario())
+
+
+def test_an_engine_whose_stop_command_runs_stays_out_though_the_file_lists_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others were started by the router."""
+
+    async def scenario() -> None:
+        async with Scaled(tmp_path, f'cat "{tmp_path}/url"') as scaled:
+            before, world = scaled.pool.config, scaled.world
+            listed, fake = world.d[0], await another(world)
+            (tmp_path / "url").write_text(fake.url)
+            wait = f"while [ ! -e {tmp_path}/go ]; do sleep 0.05; done"
+            (tmp_path / "stop").write_text(f'#!/bin/sh\necho "$1" >> {scaled.stopped}\n{wait}\n')
+            scaled.want(2)
+            await scaled.counted("started")
+            world.known(fake).role_state.pinned = True
+            scaled.want(1)
+            await until(lambda: scaled.pool.stopping == {listed.url}, "it is being stopped")
+            scaled.pool.edit(replace(before, attempts=2))
+            kept = world.known(fake)
+            assert not scaled.pool.leaves(kept)
+            assert scaled.pool.config.decode == (fake.url,)
+            for _ in range(3):
+                scaled.elastic.tick(scaled.now_s)
+            assert "stays in the list" not in caplog.text
+            assert "cannot be used" not in caplog.text
+            (tmp_path / "go").touch()
+            await scaled.counted("stopped")
 
     run(scenario())
 

@@ -63,6 +63,45 @@ def test_no_more_chunks_are_noted_than_the_bound(monkeypatch: pytest.MonkeyPatch
     assert index.store_chunks(HOST.store) == 0
 
 
+def test_of_a_far_store_the_chunks_that_were_noted_longest_ago_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stored, "MOST_CHUNKS", 160)
+    far = stored.far_store("f" * 32)
+    place = StorePlace(far, MODEL.hex(), 128)
+    index = Prefixes()
+    index.apply_journal(far, [(key, "far") for key in KEYS], whole=True)
+    for page in range(20):
+        new = [(f"{n:064x}"[::-1], "far") for n in range(30 * page + 1, 30 * page + 31)]
+        index.apply_journal(far, [*new, (KEYS[0], "far")], whole=False)
+        assert index.store_chunks(far) <= 160
+    assert index.store_chunks(far) > 100
+    assert index.in_store(prompt(), place) == InStore(1, 0), "told of again"
+    index.apply_journal(far, [(key, "far") for key in KEYS], whole=False)
+    assert index.in_store(prompt(), place) == InStore(7, 0)
+    index.apply_journal(far, [(KEYS[1], "")], whole=False)
+    assert index.in_store(prompt(), place) == InStore(1, 0)
+    index.apply_journal(far, [(KEYS[0], "far")], whole=True)
+    assert index.store_chunks(far) == 1
+
+
+def test_chunks_that_prompts_have_stay_in_the_index_of_a_full_far_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stored, "MOST_CHUNKS", 160)
+    far = stored.far_store("f" * 32)
+    place = StorePlace(far, MODEL.hex(), 128)
+    for is_asked_for in (True, False):
+        index = Prefixes()
+        index.apply_journal(far, [(key, "far") for key in KEYS], whole=True)
+        for page in range(20):
+            new = [(f"{n:064x}"[::-1], "far") for n in range(30 * page + 1, 30 * page + 31)]
+            index.apply_journal(far, new, whole=False)
+            if is_asked_for:
+                assert index.in_store(prompt(), place) == InStore(7, 0)
+    assert index.in_store(prompt(), place) == InStore(0, 0), "control"
+
+
 def test_the_index_does_not_grow_while_chunks_come_and_go() -> None:
     index, sizes = Prefixes(), []
     for page in range(60):

@@ -104,7 +104,15 @@ def test_a_far_store_costs_each_engine_that_reaches_it_its_own_speed() -> None:
     assert far_s(seen, B) == pytest.approx(7 * CHUNK_BYTES / 1e8)
     without = far_view(7, a=far_place(reaches=""), b=far_place("b"))
     assert far_s(without, A) == inf
-    assert far_s(without, B) == 0.0, "not measured yet"
+    assert far_s(without, B) == 0.0, "nothing was measured yet"
+
+
+def test_a_far_store_that_was_not_measured_is_as_slow_as_the_slowest_tier_that_was() -> None:
+    seen = far_view(7, a=far_place(memory=1e9, disk=1e7), b=far_place("b", memory=1e8))
+    assert far_s(seen, A) == pytest.approx(7 * CHUNK_BYTES / 1e7)
+    assert far_s(seen, B) == pytest.approx(7 * CHUNK_BYTES / 1e8)
+    seen = far_view(7, a=far_place(memory=1e9, disk=1e7), b=far_place("b", far=2e8))
+    assert far_s(seen, A) == pytest.approx(7 * CHUNK_BYTES / 2e8), "control: another one's loads"
 
 
 def test_what_the_host_has_itself_is_not_brought() -> None:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lender whose master stands still, or refuses: the memory is this host's again all the same."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import pytest
+
+from pd_connector.errors import ConfigError
+from pd_connector.pool.lending import lender as lender_module
+from pd_connector.pool.lending.lender import Lender, Recalled
+from pd_connector.pool.lending.master import SilentMasterError
+from pd_connector.pool.settings import SHM_VARIABLE, text_of
+from pd_connector.tools.cli import lend
+
+PIECE = 64 << 20
+FAR = "mooncake://h"
+
+
+class SilentMaster:
+    """It has answered once."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def check(self) -> None: ...
+
+    def start_drain(self, names: list[str]) -> str:
+        raise SilentMasterError("it does not answer")
+
+
+class Client:
+    """A client of Mooncake. Unmounting waits for the master."""
+
+    answers = threading.Event()
+    made: ClassVar[list["Client"]] = []
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        Client.made.append(self)
+        self.is_closed = False
+
+    def allocate_and_mount_segment(self, nbytes: int) -> dict[str, Any]:
+        return {"ret": 0, "segment_ids": ["id"]}
+
+    def get_hostname(self) -> str:
+        return "name"
+
+    def unmount_and_free_segment(self, ids: list[str], grace_s: int) -> int:
+        return 0 if Client.answers.wait(60) else -1
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(lender_module, "Master", SilentMaster)
+    monkeypatch.setattr(lender_module, "new_client", Client)
+    Client.made.clear()
+    Client.answers.clear()
+    yield
+    Client.answers.set()
+
+
+def test_all_pieces_are_unmounted_at_once_and_no_longer_than_there_is_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lender_module, "_LEFT_S", 0.05)
+    lender = Lender(urlsplit(FAR), PIECE, 1.0)
+    lender.lend(3 * PIECE)
+    recalled = lender.recall(PIECE, 0.05)
+    assert recalled.nbytes == 0
+    assert recalled.problem == (
+        "it does not answer: what was in the memory may be lost; "
+        f"the master has not answered yet: {text_of(2 * PIECE)} follow when it does"
+    )
+    recalled = lender.recall(0, 0.05)
+    assert (recalled.nbytes, lender.nbytes) == (0, 0)
+
+
+def test_a_master_that_answers_frees_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    lender = Lender(urlsplit(FAR), PIECE, 1.0)
+    lender.lend(3 * PIECE)
+    monkeypatch.setattr(lender, "_drain", lambda *_: (7, True))
+    Client.answers.set()
+    assert lender.recall(0, 60) == Recalled(3 * PIECE, 7)
+    assert all(client.is_closed for client in Client.made)
+
+
+class Ended(BaseException):
+    """`os._exit`, with its status."""
+
+
+def ends(status: int) -> None:
+    raise Ended(status)
+
+
+@pytest.mark.parametrize("error", [ConfigError("refused"), RuntimeError("nobody thought of it")])
+def test_a_command_that_fails_while_it_lends_recalls_and_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    """Mooncake has threads that do not end by themselves."""
+
+    def failing(*_: Any) -> None:
+        raise error
+
+    def far_address(*_: Any, **__: Any) -> Any:
+        return None, urlsplit(FAR)
+
+    monkeypatch.setenv(SHM_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name, value in {
+        "far_address": far_address,
+        "_listening": failing,
+        "_end_at": lambda _: 0,
+    }.items():
+        monkeypatch.setattr(lend, name, value)
+    monkeypatch.setattr("os._exit", ends)
+    Client.answers.set()
+    with pytest.raises(Ended) as ended:
+        lend.run("128MiB", FAR, 60.0)
+    assert ended.value.args == (1,)
+    told = capsys.readouterr()
+    assert str(error) in told.err
+    assert told.out.startswith("128 MiB recalled, 0 bytes are lent")
