@@ -84,8 +84,8 @@ def drafts_of(queue: Any) -> Drafts | None:
 def _token_map(worker: Any) -> torch.Tensor | None:
     """The model's token of each token of the draft model (`--speculative-token-map`, or EAGLE3's own); None where the numbers
     are the same."""
-    found: torch.Tensor | None = getattr(worker.draft_worker, "hot_token_id", None)
-    return found
+    token_map: torch.Tensor | None = getattr(worker.draft_worker, "hot_token_id", None)
+    return token_map
 
 
 def _digest(token_map: torch.Tensor) -> str:

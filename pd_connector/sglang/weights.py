@@ -118,8 +118,8 @@ class SGLangWeights(WeightsWatch):
         return None if files is None else (files,)
 
     def draft(self) -> DraftFiles | None:
-        found = self._drafts()
-        return found if isinstance(found, DraftFiles) else None
+        draft = self._drafts()
+        return draft if isinstance(draft, DraftFiles) else None
 
 
 @contextmanager

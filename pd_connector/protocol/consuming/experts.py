@@ -69,8 +69,8 @@ class MovedTokens:
     def unsure(self, layer: int, most: float) -> set[int]:
         """Tokens of a layer whose distance is above `most`, and that are no longer apart in the next layer in which they were
         compared, with other layers between. Either other experts have moved them, or their KV is wrong."""
-        found = ((token, self._next(token, layer)) for token in self._far(layer, most))
-        return {token for token, (after, moved) in found if not moved and after > layer + 1}
+        later = ((token, self._next(token, layer)) for token in self._far(layer, most))
+        return {token for token, (after, moved) in later if not moved and after > layer + 1}
 
     def moved_in(self, tokens: range) -> bool:
         """Whether any of these tokens has moved, in any layer."""
