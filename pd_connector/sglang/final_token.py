@@ -4,7 +4,6 @@ arrived."""
 
 from typing import Any
 
-import msgspec
 import torch
 
 from pd_connector.protocol.wire.final_token import FinalToken, FirstDraft
@@ -50,10 +49,10 @@ def read_row(buffers: Any, row: int, req: Any, identity: bytes, transfer: str) -
     )
 
 
-def _read_draft(buffers: Any, row: int, req: Any) -> FirstDraft | msgspec.UnsetType:
+def _read_draft(buffers: Any, row: int, req: Any) -> FirstDraft | None:
     """The first draft; none if the engine does not draft."""
     if req.hidden_states_tensor is None:
-        return msgspec.UNSET
+        return None
     count = len(req.output_topk_p)
     hidden = buffers.output_hidden_states[row].contiguous().view(torch.uint8)
     return FirstDraft(
@@ -71,7 +70,7 @@ def draft_problem(buffers: Any, final_token: FinalToken, drafted: int, vocabular
         vocabulary: size of the draft model's vocabulary. SGLang would end the engine for a token that is not in it.
     """
     draft = final_token.draft
-    if draft is msgspec.UNSET:
+    if draft is None:
         return "no first draft came with it, and this engine drafts"
     hidden_bytes = buffers.output_hidden_states[0].nbytes
     tokens = {len(draft.tokens), len(draft.probabilities)}
@@ -120,6 +119,6 @@ def write_row(
         tokens, logprobs = zip(*final_token.top_logprobs[:count], strict=True)
         buffers.output_top_logprobs_idx[row, :count] = torch.tensor(tokens, dtype=torch.int32)
         buffers.output_top_logprobs_val[row, :count] = torch.tensor(logprobs, dtype=torch.float32)
-    if drafts and final_token.draft is not msgspec.UNSET:
+    if drafts and final_token.draft is not None:
         _write_draft(buffers, row, final_token.draft)
     buffers.bootstrap_room[row, 0] = room

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer that needs the producer's final token gets them, whole and its own, or fails by name."""
 
+import pickle
+import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import msgspec
 import pytest
@@ -211,3 +214,20 @@ def test_a_consumer_names_the_form_of_draft_that_it_needs() -> None:
     assert unsent([FIRST_TOKEN, here], [FIRST_TOKEN, there]) == here
     assert needs_drafts([FIRST_TOKEN, here])
     assert not needs_drafts([FIRST_TOKEN])
+
+
+def test_pickle_asks_no_module_for_what_a_final_token_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines pickle it for their workers. `msgspec.UNSET` is in no module, so pickle would ask each for it, and some import
+    what is not there then."""
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise ModuleNotFoundError(f"{name} is imported when it is asked for")
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    final_token = FinalToken(transfer="a", identity=b"i" * 16, first_token=3)
+    assert pickle.loads(pickle.dumps(final_token)) == final_token
+    with pytest.raises((ModuleNotFoundError, pickle.PicklingError)):
+        pickle.dumps(msgspec.UNSET)

@@ -139,9 +139,9 @@ class ConsumerSessions:
         session = self._sessions.get(sender)
         if not isinstance(message, messages.Accept) or message.final_token is None:
             return message
-        if message.final_token.draft is msgspec.UNSET or (session is not None and session.drafts):
+        if message.final_token.draft is None or (session is not None and session.drafts):
             return message
-        plain = msgspec.structs.replace(message.final_token, draft=msgspec.UNSET)
+        plain = msgspec.structs.replace(message.final_token, draft=None)
         return msgspec.structs.replace(message, final_token=plain)
 
     def change_model(self, facts: ModelFacts) -> None:

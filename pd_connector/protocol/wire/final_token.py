@@ -42,7 +42,7 @@ class FirstDraft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probabilities: Annotated[list[float], msgspec.Meta(max_length=MAX_DRAFTED)]
 
 
-class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Sent with the end of a transfer, and valid only for this transfer.
 
     Attributes:
@@ -53,6 +53,9 @@ class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         top_logprobs: the likeliest tokens in its place with their log probabilities, the likeliest first.
         counts: counts of the prefill engine for the request, such as cached tokens.
         draft: the first draft. It is sent to consumers that need it; the others may not know this field.
+
+    Fields with their default are not sent. A default is nothing that pickle has to look for (`msgspec.UNSET` is in no module, so
+    pickle asks all modules for it): engines pickle this from one process to another.
     """
 
     transfer: Name
@@ -63,7 +66,7 @@ class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         list[tuple[Token, float]], msgspec.Meta(max_length=MAX_ALTERNATIVES)
     ] = []
     counts: Annotated[dict[Name, Count], msgspec.Meta(max_length=32)] = {}
-    draft: FirstDraft | msgspec.UnsetType = msgspec.UNSET
+    draft: FirstDraft | None = None
 
     def problem(self, transfer: str, identity: bytes) -> tuple[Cause, str] | None:
         """Why this is not the final token of this transfer, as (cause, detail), or None."""
