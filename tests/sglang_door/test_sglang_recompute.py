@@ -143,8 +143,8 @@ class Recomputed(Pair):
         req.bootstrap_room = body["bootstrap_room"]
         sender.bind(req)
         sender.init(3, 1)
+        self.senders.append(sender)  # before its KV can come: who clears the senders must find it
         self.send_all(sender, req)
-        self.senders.append(sender)
         return 200
 
     def close(self) -> None:
