@@ -128,6 +128,31 @@ def test_several_tokens_are_verified_as_if_they_came_one_by_one(
         torch.testing.assert_close(together[place::3], alone, atol=TOLERANCE, rtol=0)
 
 
+DENSE: dict[str, Any] = {
+    "head_size": 576,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "auto",
+    "block_size": 64,
+    "use_mla": True,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": DeviceCapability(9, 0),
+    "attn_type": "decoder",
+}
+"""What vLLM asks a backend about on a Hopper GPU."""
+SPARSE = DENSE | {"kv_cache_dtype": "fp8_ds_mla", "use_sparse": True}
+
+
+def judged(backend: Any, good: dict[str, Any], refused: dict[str, dict[str, Any]]) -> None:
+    """The backend takes `good`, and refuses each change of it with its reason."""
+    assert backend.validate_configuration(**good) == []
+    for reason, changed in refused.items():
+        found = backend.validate_configuration(**good | changed)
+        assert any(reason in each for each in found), found
+
+
 @pytest.mark.parametrize("member", ["TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"])
 def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
     member: str, monkeypatch: pytest.MonkeyPatch
@@ -138,20 +163,6 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
     assert backend.get_name() == member
     assert ".".join(backend.full_cls_name()) == AttentionBackendEnum[member].get_path()
     assert backend.get_impl_cls() is MlaImplCuda
-    good = {
-        "head_size": 576,
-        "dtype": torch.bfloat16,
-        "kv_cache_dtype": "auto",
-        "block_size": 64,
-        "use_mla": True,
-        "has_sink": False,
-        "use_sparse": False,
-        "use_mm_prefix": False,
-        "use_per_head_quant_scales": False,
-        "device_capability": DeviceCapability(9, 0),
-        "attn_type": "decoder",
-    }
-    assert backend.validate_configuration(**good) == []
     refused = {
         "head_size not supported": {"head_size": 320},
         "kv_cache_dtype not supported": {"kv_cache_dtype": "fp8"},
@@ -166,9 +177,7 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
             "device_capability": DeviceCapability(8, 0)
         },
     }
-    for reason, changed in refused.items():
-        found = backend.validate_configuration(**good | changed)
-        assert any(reason in each for each in found), found
+    judged(backend, DENSE, refused)
 
 
 @pytest.mark.parametrize("member", ["FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"])
@@ -181,20 +190,6 @@ def test_on_a_gpu_ours_stands_in_for_a_sparse_member(
     assert backend.get_name() == member
     assert backend.get_impl_cls().__name__ == "SparseMlaImpl"
     alias = member == "FLASHMLA_SPARSE"  # vLLM takes fp8 for fp8_ds_mla there
-    good = {
-        "head_size": 576,
-        "dtype": torch.bfloat16,
-        "kv_cache_dtype": "fp8_ds_mla",
-        "block_size": 64,
-        "use_mla": True,
-        "has_sink": False,
-        "use_sparse": True,
-        "use_mm_prefix": False,
-        "use_per_head_quant_scales": False,
-        "device_capability": DeviceCapability(9, 0),
-        "attn_type": "decoder",
-    }
-    assert backend.validate_configuration(**good) == []
     refused = {
         "head_size not supported": {"head_size": 512},
         "model dtype torch.float16: must be bfloat16": {"dtype": torch.float16},
@@ -206,10 +201,8 @@ def test_on_a_gpu_ours_stands_in_for_a_sparse_member(
             "device_capability": DeviceCapability(8, 0)
         },
     }
-    for reason, changed in refused.items():
-        found = backend.validate_configuration(**good | changed)
-        assert any(reason in each for each in found), found
-    assert (backend.validate_configuration(**good | {"kv_cache_dtype": "fp8"}) == []) == alias
+    judged(backend, SPARSE, refused)
+    assert (backend.validate_configuration(**SPARSE | {"kv_cache_dtype": "fp8"}) == []) == alias
 
 
 def test_graphs_are_promised_for_decodes_of_one_length_only() -> None:

@@ -3,6 +3,7 @@
 class serves under several names.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,26 @@ from pd_kernels.vllm.plugin import MLA_VARIABLE
 
 CAPABILITIES = (9, 10)
 """Major compute capabilities whose multiprocessors have the shared memory."""
+
+
+def refusal(backend: str, kernel: str, reasons: Sequence[str], capability: Any) -> str | None:
+    """What vLLM prints if a backend cannot be selected; None if it can.
+
+    Args:
+        backend: vLLM's name of it.
+        kernel: the function that decodes.
+        reasons: what is against it besides the GPU.
+        capability: of the GPU, if vLLM knows one.
+    """
+    every = list(reasons)
+    if capability is not None and capability.major not in CAPABILITIES:
+        every.append(
+            f"compute capability {capability.major}.{capability.minor}: {kernel} needs "
+            "148 KiB of shared memory and runs on 9.0 and 10.x"
+        )
+    if not every:
+        return None
+    return f"{'; '.join(every)}. Unset {MLA_VARIABLE} to have vLLM's own {backend}"
 
 
 class MlaImplCuda(MlaImpl, TritonMLAImpl):
@@ -67,14 +88,7 @@ class TritonMla(MLACommonBackend):
         reasons = []
         if kv_cache_dtype not in (None, "auto", str(dtype).removeprefix("torch.")):
             reasons.append(f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype})")
-        if device_capability is not None and device_capability.major not in CAPABILITIES:
-            reasons.append(
-                f"compute capability {device_capability.major}.{device_capability.minor}: mla_decode needs "
-                "148 KiB of shared memory and runs on 9.0 and 10.x"
-            )
-        if not reasons:
-            return None
-        return f"{'; '.join(reasons)}. Unset {MLA_VARIABLE} to have vLLM's own {cls.get_name()}"
+        return refusal(cls.get_name(), "mla_decode", reasons, device_capability)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
 from pd_kernels.attention import DecodePlan
 from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.attention.mla_sparse import plan_sparse_mla_decode, sparse_mla_decode
-from pd_kernels.vllm.mla_cuda import CAPABILITIES
+from pd_kernels.vllm.mla_cuda import refusal
 from pd_kernels.vllm.plugin import MLA_VARIABLE
 
 logger = init_logger("vllm.pd_kernels")
@@ -246,14 +246,7 @@ class FlashMlaSparse(AttentionBackend):
             )
         if kv_cache_dtype in coded and dtype != torch.bfloat16:
             reasons.append(f"model dtype {dtype}: must be bfloat16 for a cache of {CODED}")
-        if device_capability is not None and device_capability.major not in CAPABILITIES:
-            reasons.append(
-                f"compute capability {device_capability.major}.{device_capability.minor}: sparse_mla_decode "
-                "needs 148 KiB of shared memory and runs on 9.0 and 10.x"
-            )
-        if not reasons:
-            return None
-        return f"{'; '.join(reasons)}. Unset {MLA_VARIABLE} to have vLLM's own {cls.get_name()}"
+        return refusal(cls.get_name(), "sparse_mla_decode", reasons, device_capability)
 
 
 class FlashAttnMlaSparse(FlashMlaSparse):

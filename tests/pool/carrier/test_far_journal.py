@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What carriers tell routers of a far store: which chunks it has, and whether it is still the same one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from chunks import chain, save
 from support.far_hosts import KEY, Host, NewHost
+from support.far_objects import Objects
 from support.redis_servers import RedisServer
 from support.waits import until
 
@@ -92,43 +93,6 @@ def test_a_journal_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     journal.note(keys(20), True)
     assert known(pages(journal)) == set(keys(8, 12)), "the latest"
     assert known(pages(journal, after)) == set(keys(8, 12)), "a reader that is far behind"
-
-
-class Objects:
-    """A far store in this process.
-
-    Attributes:
-        overwrites: whether `put` replaces what is there, or only answers as if it did.
-        gives: whether what is listed can be read.
-    """
-
-    def __init__(self, *, overwrites: bool = True) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.overwrites, self.gives = overwrites, True
-
-    def has(self, names: Sequence[str]) -> list[int]:
-        return [len(self.objects.get(name, b"")) for name in names]
-
-    def get(
-        self, names: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], None]
-    ) -> None:
-        for place, name in enumerate(names):
-            if self.gives and name in self.objects:
-                take(place, memoryview(self.objects[name]))
-
-    def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.objects.pop(name, None)
-
-    def put(
-        self, names: Sequence[str], sizes: Sequence[int], fill: Callable[[int, memoryview], None]
-    ) -> list[bool]:
-        for place, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            room = bytearray(size)
-            fill(place, memoryview(room))
-            if self.overwrites or name not in self.objects:
-                self.objects[name] = bytes(room)
-        return [True] * len(names)
 
 
 def mark(far: Objects, *of: bytes) -> str:

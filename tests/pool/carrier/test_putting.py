@@ -2,11 +2,12 @@
 """What a carrier puts into a far store that does not take everything, or loses what it had."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from chunks import chain, save
+from support.far_objects import Objects
 from support.pool_stores import patient, store
 from support.waits import until
 
@@ -21,18 +22,11 @@ __all__ = ["patient", "store"]
 MOST_BYTES = 50_000
 
 
-class Far:
-    """A far store in this process, in the place of all three clients.
-
-    Attributes:
-        overwrites: whether `put` replaces what is there, or only answers as if it did.
-        gives: whether what is listed can be read.
-    """
+class Far(Objects):
+    """All three clients of a carrier."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.overwrites = self.gives = True
-        self.refuses: Callable[[str], bool] = lambda name: False
+        super().__init__()
         self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
         self.opened = 1
         self.errors = self.looked = 0
@@ -44,30 +38,7 @@ class Far:
 
     def has(self, names: Sequence[str]) -> list[int]:
         self.looked += 1
-        return [len(self.objects.get(name, b"")) for name in names]
-
-    def put(
-        self, names: Sequence[str], sizes: Sequence[int], fill: Callable[[int, memoryview], None]
-    ) -> list[bool]:
-        taken = []
-        for place, (name, size) in enumerate(zip(names, sizes, strict=True)):
-            room = bytearray(size)
-            fill(place, memoryview(room))
-            taken.append(not self.refuses(name))
-            if taken[-1] and (self.overwrites or name not in self.objects):
-                self.objects[name] = bytes(room)
-        return taken
-
-    def get(
-        self, names: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], None]
-    ) -> None:
-        for place, name in enumerate(names):
-            if self.gives and name in self.objects:
-                take(place, memoryview(self.objects[name]))
-
-    def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.objects.pop(name, None)
+        return super().has(names)
 
     def close(self) -> None: ...
 

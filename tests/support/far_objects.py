@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A far store in the process of a test, in the place of a carrier's client."""
+
+from collections.abc import Callable, Sequence
+
+
+class Objects:
+    """Whole objects by name.
+
+    Attributes:
+        overwrites: whether `put` replaces what is there, or only answers as if it did.
+        gives: whether what is listed can be read.
+        refuses: names that `put` does not take.
+    """
+
+    def __init__(self, *, overwrites: bool = True) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.overwrites, self.gives = overwrites, True
+        self.refuses: Callable[[str], bool] = lambda name: False
+
+    def has(self, names: Sequence[str]) -> list[int]:
+        return [len(self.objects.get(name, b"")) for name in names]
+
+    def get(
+        self, names: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], None]
+    ) -> None:
+        for place, name in enumerate(names):
+            if self.gives and name in self.objects:
+                take(place, memoryview(self.objects[name]))
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.objects.pop(name, None)
+
+    def put(
+        self, names: Sequence[str], sizes: Sequence[int], fill: Callable[[int, memoryview], None]
+    ) -> list[bool]:
+        taken = []
+        for place, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            room = bytearray(size)
+            fill(place, memoryview(room))
+            taken.append(not self.refuses(name))
+            if taken[-1] and (self.overwrites or name not in self.objects):
+                self.objects[name] = bytes(room)
+        return taken
