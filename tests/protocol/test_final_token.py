@@ -215,8 +215,7 @@ def test_a_consumer_names_the_form_of_draft_that_it_needs() -> None:
 
 
 def test_pickle_asks_no_module_for_what_a_final_token_holds() -> None:
-    """Engines pickle it for their workers. `msgspec.UNSET` is in no module that pickle knows, so it asks each for it, and some
-    import what is not there then."""
+    """Engines pickle it for their workers. `msgspec.UNSET` is in no module that pickle knows, so pickle asks every imported
+    module for it, and some of them import what is not installed then: with it in a token this raises, or finds the name."""
     final_token = FinalToken(transfer="a", identity=b"i" * 16, first_token=3)
-    assert b"UNSET" in pickle.dumps(msgspec.UNSET)
     assert b"UNSET" not in pickle.dumps(final_token)

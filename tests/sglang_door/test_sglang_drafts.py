@@ -166,16 +166,18 @@ def test_a_first_draft_that_would_end_the_engine_is_refused(changes: Any) -> Non
     assert "wanted tokens below 259 and probabilities from 0 to 1" in problem
 
 
-def test_a_first_draft_has_tokens_of_the_draft_models_vocabulary() -> None:
+@pytest.mark.parametrize(("vocabulary", "ends"), [(7, KVPoll.Failed), (8, KVPoll.Success)])
+def test_a_first_draft_has_tokens_of_the_draft_models_vocabulary(
+    vocabulary: int, ends: KVPoll
+) -> None:
     """SGLang looks them up in the draft worker's map, and ends for a token behind its end."""
     pair = Pair(drafts=(full_attention(16), full_attention(16)), drafted=(TOPK, TOPK))
-    pair.d.rank.draft_vocabulary = 7
+    pair.d.rank.draft_vocabulary = vocabulary
     try:
-        receiver = handed_over(pair, drafting(), KVPoll.Failed)
-        with pytest.raises(TransferError, match="wanted tokens below 7 "):
-            receiver.failure_exception()
-        pair.d.rank.draft_vocabulary = 8
-        handed_over(pair, drafting())
+        receiver = handed_over(pair, drafting(), ends)
+        if ends == KVPoll.Failed:
+            with pytest.raises(TransferError, match="wanted tokens below 7 "):
+                receiver.failure_exception()
     finally:
         pair.close()
 
