@@ -90,6 +90,17 @@ def private_folder(path: Path, key: str) -> int:
     return descriptor
 
 
+@contextlib.contextmanager
+def reopened(folder: int) -> Iterator[int]:
+    """A descriptor of the same folder with a position of its own. Threads that list one descriptor at the same time move each
+    other's position, and miss names. Raises OSError."""
+    descriptor = os.open(".", _FOLDER, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 class Folder:
     """The folder of one tier, open.
 
@@ -268,13 +279,19 @@ class Folder:
     def names(self, *folders: int) -> Iterator[str]:
         """Names in these folders (descriptors), as they are now."""
         for folder in folders:
-            with contextlib.suppress(OSError):
-                yield from os.listdir(folder)
+            found: list[str] = []
+            with contextlib.suppress(OSError), reopened(folder) as listed:
+                found = os.listdir(listed)
+            yield from found
 
     def entered(self) -> list[bytes]:
         """Keys of all entries, the oldest first by the machine's clock."""
         dated = []
-        with contextlib.suppress(OSError), os.scandir(self.index) as entries:
+        with (
+            contextlib.suppress(OSError),
+            reopened(self.index) as listed,
+            os.scandir(listed) as entries,
+        ):
             for name in entries:
                 with contextlib.suppress(OSError, ValueError):
                     made_ns = name.stat(follow_symlinks=False).st_mtime_ns

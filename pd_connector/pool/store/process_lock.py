@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
-from pd_connector.pool.store.folder import Folder, private_folder, unusable
+from pd_connector.pool.store.folder import Folder, private_folder, reopened, unusable
 
 _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
 _LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -100,8 +100,8 @@ class ProcessLock:
 
     def names(self) -> list[str]:
         """All processes, alive or dead."""
-        with contextlib.suppress(OSError):
-            return os.listdir(self._folder)
+        with contextlib.suppress(OSError), reopened(self._folder) as listed:
+            return os.listdir(listed)
         return []
 
     def is_alive(self, name: str) -> bool:
