@@ -13,7 +13,7 @@ import pytest
 
 from pd_connector.agent import pool_saves
 from pd_connector.pool import host
-from pd_connector.pool.jobs import Fill
+from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.vllm.pool import lookups as pool_looks
 from support.pool_stores import wait_for_books
@@ -58,6 +58,18 @@ def run(of: ComputingEngine, name: str) -> list[Fill]:
     until_over([of], lambda: name in of.ended)
     assert list(request.output_token_ids) == answered(request)
     return [one for one in of.commands if isinstance(one, Fill) and one.request == name]
+
+
+def saved(of: ComputingEngine) -> set[bytes]:
+    """Keys of the chunks that the engine has been told to save."""
+    return {one.chunk.key for one in of.commands if isinstance(one, Save)}
+
+
+def until_saved(of: ComputingEngine) -> None:
+    """Step until the chunks that the engine saves are in the store; it keeps their pages only until they are copied."""
+    until_over(
+        [of], lambda: not of.side.saving and {one.key for one in of.store.chunks()} >= saved(of)
+    )
 
 
 def keys_of(of: ComputingEngine) -> list[bytes]:

@@ -12,10 +12,10 @@ pytest.importorskip("vllm")
 
 from support.vllm_beside import KEY, LATER, EngineBeside
 from support.vllm_computing import ComputingEngine, answered, full, until_over, window
-from support.vllm_pooled import Make, make
+from support.vllm_pooled import Make, make, saved, until_saved
 from vllm.v1.request import Request
 
-from pd_connector.pool.jobs import Fill, Save
+from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.load_breakeven import LoadBreakeven
 from pd_connector.vllm.pages.unverified import UnverifiedPages
@@ -45,15 +45,10 @@ def engine(make: Make, name: str, kind: type[ComputingEngine], **more: Any) -> C
 
 def ask(of: ComputingEngine, name: str, tokens: int, max_tokens: int = 1, **more: Any) -> Request:
     request = of.add(name, tokens, max_tokens, **more)
-    until_over([of], lambda: name in of.ended and not of.side.saving)
-    until_over([of], lambda: {one.key for one in of.store.chunks()} >= saved(of))
+    until_over([of], lambda: name in of.ended)
+    until_saved(of)
     assert list(request.output_token_ids) == answered(request)
     return request
-
-
-def saved(of: ComputingEngine) -> set[bytes]:
-    """Keys of the chunks that it has saved."""
-    return {one.chunk.key for one in of.commands if isinstance(one, Save)}
 
 
 def read_after(make: Make, later: bool) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from support.vllm_computing import ComputingEngine, answered, full, until_over, window
-from support.vllm_pooled import Make, make
+from support.vllm_pooled import Make, make, until_saved
 from vllm.v1.request import Request
 
 from pd_connector.pool.keys import CHUNK_TOKENS
@@ -100,7 +100,7 @@ def handed_over_and_read(make: Make) -> list[str]:
         assert decode.agent.telemetry.take().counts[("received_transfers", ())] == 1
     finally:
         prefill.close()
-    until_over([decode], lambda: not decode.side.saving)
+    until_saved(decode)
     reader = make("reader", specs=specs, layout="other")
     until_over([reader], lambda: bool(reader.side.pool.model))
     ended(reader, reader.add("r", 2 * CHUNK_TOKENS + 20, max_tokens=1))
