@@ -269,8 +269,8 @@ class World:
             self.ended["answered"] += len(waiting) - len(failed)
             self.ended["loaded"] += sum(len(each) > 0 for each in slots)
         for req, loaded in zip(waiting, slots, strict=True):
-            if req.rid in failed:
-                queue.remove(req)
+            if req.rid in failed:  # the queue is another list once one has been computed
+                engine.scheduler.waiting_queue.remove(req)
             else:
                 engine.check(req.full_untruncated_fill_ids, loaded)
                 engine.compute(req, loaded)
