@@ -75,7 +75,8 @@ class LoadBreakeven:
 
     def bytes_per_s(self) -> dict[str, float]:
         """The measured speed of each tier that something was loaded from."""
-        measured = ((name, tier) for name, tier in self._tiers.items() if tier.byte_s > 0)
+        # A copy: in SGLang another thread may meet a new tier meanwhile.
+        measured = [(name, tier) for name, tier in list(self._tiers.items()) if tier.byte_s > 0]
         return {name: 1 / tier.byte_s for name, tier in measured}
 
     def silent(self, tier: str, now: float) -> None:

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.load_breakeven import FIRST_PAUSE_S, LONGEST_PAUSE_S, Answers, LoadBreakeven
+from pd_connector.pool.load_breakeven import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Answers,
+    LoadBreakeven,
+    _Tier,
+)
 
 CHUNK = 4 << 20
 _speeds = st.floats(1e6, 1e10)
@@ -143,3 +149,21 @@ def test_chunks_behind_one_in_a_silent_tier_are_not_loaded() -> None:
     store = worth(memory=1e10, disk=1e10)
     store.silent("disk", 0.0)
     assert store.chunks([*hit(2), *hit(1, "disk"), *hit(2)], 1.0) == 2
+
+
+def test_speeds_are_told_while_another_thread_meets_a_new_tier() -> None:
+    speeds = worth(memory=1e9, disk=1e9)
+
+    class Interrupted(_Tier):
+        """Another thread runs whenever its speed is read."""
+
+        @property
+        def byte_s(self) -> float:
+            speeds.probed("far", CHUNK, 1.0)
+            return 1e-9
+
+        @byte_s.setter
+        def byte_s(self, _value: float) -> None: ...
+
+    speeds._tiers["memory"] = Interrupted()
+    assert speeds.bytes_per_s().keys() >= {"memory", "disk"}

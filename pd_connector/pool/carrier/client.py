@@ -137,7 +137,10 @@ class FarClient:
 
     @contextlib.contextmanager
     def _memory_of(self, nbytes: int) -> Iterator[memoryview]:
-        """The shared memory for a call. What a large one took is given back."""
+        """The shared memory for a call. What a large one took is given back. Raises SilentError: there is no child, and after
+        `close` no memory either."""
+        if self._ready is None:
+            raise SilentError(self.problem)
         if self._memory is None or nbytes > len(self._memory):
             os.ftruncate(self._shared, max(nbytes, mmap.PAGESIZE))
             self._memory = mmap.mmap(self._shared, max(nbytes, mmap.PAGESIZE))

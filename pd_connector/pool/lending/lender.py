@@ -83,7 +83,7 @@ class Lender:
         self._master = Master(address.hostname or "", MooncakeStore.admin_port(address), deadline_s)
         self._master.check()
         self._pieces: list[Piece] = []
-        self._hurries = threading.Event()
+        self._hurries = False
 
     @property
     def nbytes(self) -> int:
@@ -91,8 +91,9 @@ class Lender:
         return sum(piece.nbytes for piece in self._pieces)
 
     def hurry(self) -> None:
-        """End a recall at once: what is still in the memory is lost."""
-        self._hurries.set()
+        """End a recall at its next look at the master: what is still in the memory is lost. A signal's handler may call it: it
+        takes no lock."""
+        self._hurries = True
 
     def lend(self, nbytes: int) -> None:
         """Lend whole pieces until `nbytes` are lent, or no further piece fits.
@@ -150,7 +151,8 @@ class Lender:
             last = job
             if now_s > min(changed_s + _STUCK_S, began_s + within_s * _DRAIN_SHARE):
                 return job.succeeded_units, False
-            if self._hurries.wait(_LOOKS_S):
+            time.sleep(_LOOKS_S)
+            if self._hurries:
                 return job.succeeded_units, False
 
     def _copy(self, pieces: Sequence[Piece], until_s: float) -> tuple[int, int, str]:
@@ -167,7 +169,7 @@ class Lender:
         waiting, tasks = dict(left), dict[str, Any]()
         problem = ""
         while waiting or tasks:
-            if self._hurries.is_set() or time.monotonic() > until_s - _LEFT_S:
+            if self._hurries or time.monotonic() > until_s - _LEFT_S:
                 problem = "there was no time to copy them"
                 break
             while waiting and len(tasks) < _COPIES_AT_ONCE:

@@ -8,6 +8,7 @@ tiers and removes what dead processes left (`tier_maintenance.py`).
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -230,5 +231,11 @@ class LocalStore(Store):
         self.maintenance.restore_folders()
 
     def close(self) -> None:
-        self.maintenance.stop()
+        if self.maintenance.stop():
+            self._tier_storage.close()
+        else:  # not before its thread ends: it would use descriptors whose numbers are other files' by then
+            threading.Thread(target=self._close_later, name="pd-pool-close", daemon=True).start()
+
+    def _close_later(self) -> None:
+        self.maintenance.join()
         self._tier_storage.close()

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Protocol
@@ -19,6 +20,8 @@ _LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 ADVERTISED_BYTES = 4096
 """Most bytes that a process advertises."""
+_READS = 8
+"""Most repeated reads of what a process advertises: it writes a few times in a second."""
 
 
 class ProcessLock:
@@ -32,6 +35,7 @@ class ProcessLock:
         self._path = folder.path / "writers"
         self._folder = private_folder(self._path, "pool")
         self.name, self._lock, self._advertised = "", -1, b""
+        self._turn = threading.Lock()  # of `_advertised` and its place in the file
         try:
             while self._lock < 0:
                 self.name = f"{os.getpid():x}x{secrets.token_hex(4)}"
@@ -72,15 +76,22 @@ class ProcessLock:
         os.dup2(fresh, self._folder, inheritable=False)
         os.close(fresh)
         if (lock := self._taken(self.name)) >= 0:
-            os.dup2(lock, self._lock, inheritable=False)
-            os.close(lock)
-            self.advertise(self._advertised)
+            with self._turn:  # what another thread advertises meanwhile is newer
+                os.dup2(lock, self._lock, inheritable=False)
+                os.close(lock)
+                self._write()
 
     def advertise(self, about: bytes) -> None:
         """Let other processes read this about the process, while it lives. The text is padded to a fixed length, so that no
         reader finds the end of an earlier one."""
-        self._advertised = about
-        if about and len(about) <= ADVERTISED_BYTES and self._lock >= 0:
+        if self.is_held:  # a child of this process may have the lock of a thread that it lacks
+            with self._turn:
+                self._advertised = about
+                self._write()
+
+    def _write(self) -> None:
+        about = self._advertised
+        if about and len(about) <= ADVERTISED_BYTES:
             with contextlib.suppress(OSError):  # the file system is full
                 os.pwrite(self._lock, about.ljust(ADVERTISED_BYTES), 0)
 
@@ -92,7 +103,7 @@ class ProcessLock:
                 # Without waiting: the name could be a pipe's.
                 lock = os.open(name, _LOOK, dir_fd=self._folder)
                 try:
-                    if (about := os.read(lock, ADVERTISED_BYTES).strip()) and self.is_alive(name):
+                    if (about := _settled(lock)) and self.is_alive(name):
                         published.append(about)
                 finally:
                     os.close(lock)
@@ -147,15 +158,28 @@ class ProcessLock:
         with contextlib.suppress(OSError):
             if settled:
                 os.unlink(self.name, dir_fd=self._folder)
-        os.close(self._lock)
+        self._release()
         os.close(self._folder)
-        self._lock = -1
 
     def forget_in_child(self) -> None:
         """A child of this process does not use the store, and must not keep its parent's lock when the parent dies."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._release()
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, -1  # first: another thread may fork meanwhile
+        if lock >= 0:
+            os.close(lock)
+
+
+def _settled(lock: int) -> bytes:
+    """What a process advertises, without the padding. It is read until it stays the same: a process may be writing it. Raises
+    OSError."""
+    about = os.pread(lock, ADVERTISED_BYTES, 0)
+    for _ in range(_READS):
+        before, about = about, os.pread(lock, ADVERTISED_BYTES, 0)
+        if about == before:
+            break
+    return about.strip()
 
 
 class _Held(Protocol):

@@ -103,8 +103,8 @@ class TierLocks:
         for number, claim in enumerate(self._tier_locks):
             with contextlib.suppress(OSError):
                 lock = os.open(claim.file, _FLAGS, 0o600, dir_fd=claim.folder.root)
-                os.close(self._locks[number])
-                self._locks[number] = lock
+                before, self._locks[number] = self._locks[number], lock
+                os.close(before)  # last: a child that another thread forks meanwhile closes all
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 claim.write(lock)
 

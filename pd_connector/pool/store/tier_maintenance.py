@@ -45,6 +45,8 @@ _UNCOPIED_SHARE = 7 / 8
 _COPIED_IN_A_TURN = 64
 _FEW_CHUNKS = 1000
 """A catalog for this number of chunks is made in a tenth of a second."""
+_STOPS_S = 5.0
+"""Longest wait for the thread's end, in seconds. The catalog of a large pool, or a file of a slow disk, takes longer."""
 _MOST_PROMOTED = 256
 """Chunks that wait for being copied to memory. If there are more, the oldest are forgotten."""
 
@@ -73,12 +75,17 @@ class TierMaintenance:
         self._wake.set()
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread. A copy that has begun is cancelled by others, if it takes longer than a moment."""
+    def stop(self) -> bool:
+        """End the thread. Returns whether it has ended: a turn can take longer than this waits."""
         self._ends = True
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=5.0)
+            self._thread.join(_STOPS_S)
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for the thread's end, however long it takes."""
+        self._thread.join()
 
     def promote(self, key: bytes) -> None:
         """A chunk of the disk was used: copy it to memory."""

@@ -60,12 +60,11 @@ class Troubles:
             why, logged_s = self._logged.get(name, ("", 0.0))
             if logs := why != cause or now - logged_s >= _AGAIN_S:
                 self._logged[name] = cause, now
-            if tells := logs or now - self._told_s.get(name, 0.0) >= _RETOLD_S:
+            if logs or now - self._told_s.get(name, 0.0) >= _RETOLD_S:
                 self._told_s[name] = now
+                self._tell(name, text)  # before another thread finds the tier well
         if logs:
             log.warning("pool: nothing is saved in the %s tier: %s", name, text)
-        if tells:
-            self._tell(name, text)
         return text
 
     def look_at(self, folder: Folder) -> None:
@@ -81,11 +80,12 @@ class Troubles:
         if name not in self._logged:
             return
         with self._lock:
-            self._logged.pop(name, None)
+            if self._logged.pop(name, None) is None:
+                return
             self._told_s.pop(name, None)
+            with contextlib.suppress(OSError):
+                os.unlink(_FILE + name, dir_fd=self._folders[0].root)
         log.info("pool: the %s tier takes chunks again (%s)", name, folder.path.parent)
-        with contextlib.suppress(OSError):
-            os.unlink(_FILE + name, dir_fd=self._folders[0].root)
 
     def take(self) -> dict[tuple[str, str], int]:
         """How often writing has failed since the last call, by tier and cause."""

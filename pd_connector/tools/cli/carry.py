@@ -3,9 +3,9 @@
 
 import contextlib
 import logging
+import queue
 import signal
 import sys
-import threading
 from pathlib import Path
 
 from pd_connector.errors import ConfigError
@@ -31,9 +31,10 @@ def run(
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
-    ends = threading.Event()
+    # A handler must not set an event that its own thread waits for: the event's lock may be held.
+    ends: queue.SimpleQueue[None] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ends.set())
+        signal.signal(number, lambda *_: ends.put(None))
     try:
         seal = Seal(read_keys(key_file) if key_file else ())
         kind, _ = far_address(far, sealed=seal.is_on, python=client_python)
@@ -46,7 +47,7 @@ def run(
             opened.callback(server.close)
             sealed = "sealed" if seal.is_on else "not sealed"
             print(f"carrier ready: {memory} and {without_secret(far)}, {sealed}", flush=True)
-            ends.wait()
+            ends.get()
     except (ConfigError, OSError) as error:
         fail(str(error))
 

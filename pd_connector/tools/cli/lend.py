@@ -99,12 +99,13 @@ def _serve(nbytes: int, far: str, recall_within_s: float, path: Path) -> None:
     _check_room(nbytes, 0)
     requests: queue.SimpleQueue[tuple[Resize, _Reply] | None] = queue.SimpleQueue()
     lender = Lender(address, piece_bytes(nbytes), _MASTER_S)
-    ends = threading.Event()
+    signals = 0
 
     def end(*_: object) -> None:
-        if ends.is_set():  # the second time
+        nonlocal signals
+        signals += 1
+        if signals > 1:
             lender.hurry()
-        ends.set()
         requests.put(None)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,7 +115,7 @@ def _serve(nbytes: int, far: str, recall_within_s: float, path: Path) -> None:
         lender.lend(nbytes)
         with _listening(path, requests):
             print(f"lending {text_of(lender.nbytes)} to {without_secret(far)}", flush=True)
-            while not ends.is_set():
+            while not signals:
                 request = requests.get()
                 if request is not None:
                     _resize(lender, *request)

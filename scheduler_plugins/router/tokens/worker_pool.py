@@ -40,16 +40,18 @@ class _Process:
     async def do(self, limit_s: float, work: Callable[..., _T], *given: Any) -> _T:
         """Run `work` in the process. Raises the errors of `work`, BrokenExecutor, or
         TimeoutError."""
-        if self._executor is None:
+        executor = self._executor
+        if executor is None:
             context = get_context("spawn")
-            self._executor = ProcessPoolExecutor(1, context, initializer=begin)
+            executor = self._executor = ProcessPoolExecutor(1, context, initializer=begin)
         self.open_tasks += 1
         try:
             async with asyncio.timeout(limit_s):
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._executor, work, *given)
+                return await loop.run_in_executor(executor, work, *given)
         except BrokenExecutor:
-            self._executor = None
+            if self._executor is executor:  # else another task knew first, and began a new one
+                self._executor = None
             raise
         finally:
             self.open_tasks -= 1

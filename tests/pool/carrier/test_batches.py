@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects that pass together are bounded, whatever sizes a stranger gives them."""
 
+import os
+from contextlib import ExitStack
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,7 @@ from support.waits import until
 
 from pd_connector.pool.carrier import client as client_module
 from pd_connector.pool.carrier.carrier import _GET_BYTES, _batches
-from pd_connector.pool.carrier.client import FarClient
+from pd_connector.pool.carrier.client import FarClient, SilentError
 
 
 @given(st.lists(st.integers(1, 512 << 20), max_size=40))
@@ -45,3 +48,16 @@ def test_objects_of_all_sizes_pass_the_memory_that_is_shared_with_the_client(
                 assert got[place] == wanted
     finally:
         client.close()
+
+
+def test_a_call_after_the_end_touches_no_other_file() -> None:
+    """A carrier that ends closes its clients while its threads may still put. The number of their memory is another file's then."""
+    client = FarClient("test", "redis://127.0.0.1:1", 1.0)
+    client.close()
+    with ExitStack() as opened:
+        files = [os.memfd_create("another") for _ in range(16)]
+        for file in files:
+            opened.callback(os.close, file)
+        with pytest.raises(SilentError):
+            client.put(["name"], [100], lambda place, room: None)
+        assert [os.fstat(file).st_size for file in files] == [0] * len(files)

@@ -3,8 +3,10 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -88,6 +90,32 @@ def test_a_master_that_answers_frees_all(monkeypatch: pytest.MonkeyPatch) -> Non
     Client.answers.set()
     assert lender.recall(0, 60) == Recalled(3 * PIECE, 7)
     assert all(client.is_closed for client in Client.made)
+
+
+def test_a_signal_while_it_waits_for_the_master_ends_a_recall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The handler runs in the thread that waits, wherever that is."""
+    lender = Lender(urlsplit(FAR), PIECE, 1.0)
+    job = SimpleNamespace(is_over=False, active_units=1, succeeded_units=0)
+    monkeypatch.setattr(SilentMaster, "start_drain", lambda *_: "1")
+    monkeypatch.setattr(SilentMaster, "drain", lambda *_: job, raising=False)
+    drains = threading.Thread(target=lender._drain, args=([], 1e6), daemon=True)
+
+    def interrupted(waits: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*arguments: Any) -> Any:
+            if threading.current_thread() is drains:
+                lender.hurry()
+            return waits(*arguments)
+
+        return wait
+
+    monkeypatch.setattr(threading.Condition, "wait", interrupted(threading.Condition.wait))
+    monkeypatch.setattr(time, "sleep", interrupted(time.sleep))
+    monkeypatch.setattr(lender_module, "_STUCK_S", 1e6)
+    drains.start()
+    drains.join(20)
+    assert not drains.is_alive()
 
 
 class Ended(BaseException):

@@ -3,17 +3,22 @@
 then. A folder's list is whole, also while another thread lists it."""
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chunks import begin, chain, save
 from support.pool_stores import patient, store
+from support.waits import until
 
-from pd_connector.pool.store import parts
+from pd_connector.pool.store import parts, process_lock, tier_maintenance
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 
 __all__ = ["patient", "store"]
 
@@ -62,3 +67,95 @@ def test_threads_that_list_a_folder_at_the_same_time_find_every_name(store: Loca
             whole = count()
             assert whole
             assert set(threads.map(lambda _, count=count: count(), range(4000))) == {whole}
+
+
+def test_a_store_whose_thread_takes_long_closes_nothing_that_the_thread_still_uses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread puts folders that were removed in their places, by number. Closed, these numbers are other files'."""
+    store = LocalStore(Space(folder / "pool", 64 << 20))
+    storage, maintenance = store._tier_storage, store.maintenance
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def turn() -> None:
+        begun.set()
+        goes_on.wait()
+        maintenance.restore_folders()
+
+    monkeypatch.setattr(maintenance, "turn", turn)
+    monkeypatch.setattr(tier_maintenance, "_STOPS_S", 0.01)
+    assert begun.wait(60)
+    store.close()
+    with ExitStack() as opened:
+        files = [os.memfd_create("another") for _ in range(16)]
+        for file in files:
+            opened.callback(os.close, file)
+        before = [os.fstat(file).st_ino for file in files]
+        goes_on.set()
+        maintenance._thread.join(60)
+        until(lambda: not storage.alive.is_held, "the end of the thread, and of the store")
+        assert [os.fstat(file).st_ino for file in files] == before
+
+
+@pytest.mark.parametrize("what", ["process lock", "tier locks"])
+def test_a_child_that_is_forked_meanwhile_closes_no_number_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A child closes the locks of its parent, by number, at the fork. Another thread may be about to close them."""
+    store = LocalStore(Space(folder / "pool", 64 << 20), Space(tmp_path / "disk", 64 << 20))
+    store.maintenance.stop()
+    alive, tiers = store._tier_storage.alive, store._tier_storage._tier_locks
+    closed_again, close = list[int](), os.close
+
+    def closes(descriptor: int) -> None:
+        close(descriptor)
+        if descriptor in (alive._lock, *tiers._locks):  # what a child would close now
+            closed_again.append(descriptor)
+
+    monkeypatch.setattr(process_lock.os, "close", closes)
+    if what == "tier locks":
+        tiers.renew()
+    store.close()
+    monkeypatch.undo()
+    assert not closed_again
+
+
+def test_what_is_advertised_while_a_lock_is_taken_again_stays(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.maintenance.stop()
+    alive = store._tier_storage.alive
+    alive.advertise(b"before")
+    os.unlink(alive.name, dir_fd=alive._folder)
+    write, others = os.pwrite, list[threading.Thread]()
+
+    def writes(descriptor: int, data: bytes, offset: int) -> int:
+        if not others:
+            others.append(threading.Thread(target=alive.advertise, args=(b"after",)))
+            others[0].start()
+            others[0].join(0.2)  # it waits for this thread, or was faster
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(process_lock.os, "pwrite", writes)
+    alive.renew()
+    others[0].join()
+    assert alive.advertised() == [b"after"]
+
+
+def test_a_reader_finds_a_whole_text_while_another_one_is_written(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.maintenance.stop()
+    alive = store._tier_storage.alive
+    first, second = b"a" * 3000, b"b" * 3000
+    alive.advertise(first)
+    os.pwrite(alive._lock, second[:1000], 0)  # another process is in the middle of its write
+    read = os.pread
+
+    def reads(descriptor: int, nbytes: int, offset: int) -> bytes:
+        found = read(descriptor, nbytes, offset)
+        os.pwrite(alive._lock, second, 0)
+        return found
+
+    monkeypatch.setattr(process_lock.os, "pread", reads)
+    assert alive.advertised() == [second]

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -220,6 +221,26 @@ def test_the_same_trouble_is_logged_again_after_a_while(
     monkeypatch.setattr(troubles, "_AGAIN_S", 0.0)
     found.failed(tier, full)
     assert len(caplog.records) == 2
+
+
+def test_a_tier_that_takes_chunks_again_is_not_shown_as_one_that_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several threads write: one may find the tier well while another one tells that it is not."""
+    tier = Folder(DISK, folder / "disk", "pool.dir")
+    found = troubles.Troubles([Folder(MEMORY, folder / "pool", "pool.memory"), tier])
+    tell, others = found._tell, list[threading.Thread]()
+
+    def tells(name: str, text: str) -> None:
+        others.append(threading.Thread(target=found.well, args=(tier,)))
+        others[0].start()
+        others[0].join(0.2)  # it waits for this thread, or was faster
+        tell(name, text)
+
+    monkeypatch.setattr(found, "_tell", tells)
+    found.failed(tier, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    others[0].join()
+    assert troubles.unwritable(found._folders[0]) == []
 
 
 def test_a_folder_of_a_file_system_without_files_is_refused_for_what_it_is() -> None:

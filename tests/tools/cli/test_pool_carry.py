@@ -80,3 +80,43 @@ def status(environment: dict[str, str]) -> dict[str, object] | None:
     )
     carrier: dict[str, object] | None = json.loads(printed.stdout)["carrier"]
     return carrier
+
+
+_INTERRUPTED = """
+import signal, threading, types
+from pathlib import Path
+from pd_connector.tools.cli import carry
+
+ready = []
+wait = threading.Condition.wait
+
+def interrupted(self, timeout=None):
+    if ready and threading.current_thread() is threading.main_thread():
+        signal.raise_signal(signal.SIGTERM)
+    return wait(self, timeout)
+
+def shows(*words, **how):
+    print(*words, **how)
+    ready.append(True)
+
+part = types.SimpleNamespace(close=lambda: None, most_bytes=1)
+threading.Condition.wait = interrupted
+carry.print = shows
+carry.Carrier = carry.CarrierServer = lambda *_: part
+carry.far_address = lambda *_, **__: (part, None)
+carry._host_store = lambda _: (part, Path("memory"))
+carry.run("redis://127.0.0.1", None, 1.0, "", None)
+"""
+
+
+def test_a_signal_in_the_moment_in_which_it_begins_to_wait_ends_it() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _INTERRUPTED], stdout=subprocess.PIPE, text=True
+    ) as carrier:
+        try:
+            assert carrier.stdout
+            assert carrier.stdout.readline().startswith("carrier ready")
+            carrier.send_signal(signal.SIGTERM)
+            assert carrier.wait(60) == 0
+        finally:
+            carrier.kill()

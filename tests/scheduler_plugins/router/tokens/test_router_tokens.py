@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor, Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -513,3 +514,43 @@ def test_a_process_that_tokenizes_ends_with_a_router_that_is_killed(tmp_path: Pa
             assert ended
         finally:
             os.close(tokenizing)
+
+
+def test_a_process_that_has_ended_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks waited for it. The second one that hears of its end must not forget the process that the next task began."""
+    began: list[Any] = []
+
+    class Executor:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.asked: list[Future[Any]] = []
+            began.append(self)
+
+        def submit(self, *_: Any) -> Future[Any]:
+            self.asked.append(Future())
+            return self.asked[-1]
+
+    monkeypatch.setattr(worker_pool, "ProcessPoolExecutor", Executor)
+
+    async def asks() -> None:
+        process = _Process()
+
+        async def asked() -> asyncio.Task[Any]:
+            task = asyncio.create_task(process.do(60.0, os.getpid))
+            await asyncio.sleep(0)
+            return task
+
+        first, second = await asked(), await asked()
+        began[0].asked[0].set_exception(BrokenExecutor())
+        with pytest.raises(BrokenExecutor):
+            await first
+        third = await asked()
+        began[0].asked[1].set_exception(BrokenExecutor())
+        with pytest.raises(BrokenExecutor):
+            await second
+        fourth = await asked()
+        assert [len(each.asked) for each in began] == [2, 2]
+        for answer in began[1].asked:
+            answer.set_result(1)
+        assert await third == await fourth == 1
+
+    asyncio.run(asks())
