@@ -147,17 +147,18 @@ class AgentThread:
 
     def abandon(self) -> None:
         """Give the hung agent up: from now on it touches no page, and its pending outcomes have failed."""
-        if not self._abandoned:
-            self._abandoned = True
-            logger.error(
-                "agent has not answered for %g s (agent_timeout_s): transfers of this engine end, "
-                "requests are recomputed",
-                self._config.agent_timeout_s,
-            )
-            self._telemetry.count("agent_failures")
-            self._telemetry.gauge(**dict.fromkeys((*UNDER_WAY, "leased_pages"), 0.0))
-        touched = self._gate.abandon()
-        self._pending_outcomes.fail_all(Cause.AGENT_HUNG, "the agent hangs", but=touched)
+        with self.submitting:  # not while the agent's thread begins again
+            if not self._abandoned:
+                self._abandoned = True
+                logger.error(
+                    "agent has not answered for %g s (agent_timeout_s): transfers of this engine end, "
+                    "requests are recomputed",
+                    self._config.agent_timeout_s,
+                )
+                self._telemetry.count("agent_failures")
+                self._telemetry.gauge(**dict.fromkeys((*UNDER_WAY, "leased_pages"), 0.0))
+            touched = self._gate.abandon()
+            self._pending_outcomes.abandon(Cause.AGENT_HUNG, "the agent hangs", but=touched)
 
     def close(self) -> None:
         """Stop the thread; its loop frees sockets, memory and descriptors. It can be repeated."""

@@ -20,6 +20,10 @@ class PendingOutcomes:
         self._reported: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._any = threading.Event()  # an outcome has been reported
         self._lock = threading.Lock()
+        self._abandoned = False
+        self._owed: str | None = (
+            None  # the request of an abandoned agent whose outcome is still waited for
+        )
         self._requests: dict[type[Outcome], set[str]] = {
             kind: set() for kind in (Finished, Free, Held, Saved)
         }
@@ -45,22 +49,39 @@ class PendingOutcomes:
                     self._requests[Free].discard(command.request)
 
     def report(self, outcome: Outcome) -> None:
-        """Report an outcome. Only the first one of a request counts."""
+        """Report an outcome, from the agent's thread. Only the first one of a request counts. An abandoned agent's counts only for
+        the request that is still owed: the engine may have submitted another command for any other one meanwhile."""
+        with self._lock:
+            if not self._abandoned or outcome.request == self._owed:
+                self._put(outcome)
+
+    def abandon(self, cause: Cause, detail: str, *, but: str | None = None) -> None:
+        """Report all pending outcomes as failed, except for the request `but`, whose report still counts. No other does until
+        `fail_all`."""
+        with self._lock:
+            self._abandoned, self._owed = True, but
+            self._fail(cause, detail, but)
+
+    def fail_all(self, cause: Cause, detail: str) -> None:
+        """Report all pending outcomes as failed. Reports count from now on."""
+        with self._lock:
+            self._abandoned = False
+            self._fail(cause, detail)
+
+    def _fail(self, cause: Cause, detail: str, but: str | None = None) -> None:
+        pending = {kind: requests - {but} for kind, requests in self._requests.items()}
+        for request in pending[Finished]:
+            self._put(Finished(request, cause, detail))
+        for request in pending[Free]:
+            self._put(Free(request, cause))
+        for request in pending[Held]:
+            self._put(Held(request, cause, detail))
+        for request in pending[Saved]:
+            self._put(Saved(request))
+
+    def _put(self, outcome: Outcome) -> None:
         self._reported.put(outcome)
         self._any.set()
-
-    def fail_all(self, cause: Cause, detail: str, *, but: str | None = None) -> None:
-        """Report all pending outcomes as failed, except for the request `but`."""
-        with self._lock:
-            pending = {kind: requests - {but} for kind, requests in self._requests.items()}
-        for request in pending[Finished]:
-            self.report(Finished(request, cause, detail))
-        for request in pending[Free]:
-            self.report(Free(request, cause))
-        for request in pending[Held]:
-            self.report(Held(request, cause, detail))
-        for request in pending[Saved]:
-            self.report(Saved(request))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until an outcome is reported, at most `timeout_s` seconds. Returns whether there is one."""
