@@ -167,14 +167,14 @@ def show_carrier(carrier: CarrierStatus | None, console: Console) -> None:
         f"({text_of(counts.get('brought_bytes', 0))}), {carrier.waiting:,} wait to be put",
         markup=False,
     )
-    causes = {
+    reasons = {
         "refused by it": counts.get("not_put", 0),
         "too large for it": counts.get("too_large", 0),
         "damaged here": counts.get("put_damaged", 0),
         "left out, too many waited": counts.get("left_out", 0),
         "failed": counts.get("failed", 0),
     }
-    if not_put := ", ".join(f"{cause} {n:,}" for cause, n in causes.items() if n):
+    if not_put := ", ".join(f"{reason} {n:,}" for reason, n in reasons.items() if n):
         console.print(f"  not put: {not_put}", markup=False)
     if missed := {name[12:]: n for name, n in counts.items() if name.startswith("not_brought_")}:
         causes = ", ".join(f"{cause} {n:,}" for cause, n in sorted(missed.items()))
