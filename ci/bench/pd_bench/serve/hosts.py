@@ -40,6 +40,8 @@ from pd_connector.config import KEY_VARIABLE
 from pd_connector.pool.carrier.asking import CarrierLink
 from pd_connector.pool.carrier.messages import Status
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
     Client,
@@ -191,6 +193,30 @@ class BenchHost:
             return link.status()
         finally:
             link.close()
+
+    def has_put_all(self) -> bool:
+        """Whether its carrier knows that the far store has every chunk of this host."""
+        folder = memory_folder({SHM_VARIABLE: str(self.shm)})
+        there: dict[bytes, bool] = {}
+        link = CarrierLink(folder)
+        try:
+            after, more = 0, True
+            while more:
+                page = link.far_page(after)
+                if page is None or not page.far:
+                    return False
+                if page.whole:
+                    there.clear()
+                there.update(page.events)
+                after, more = page.next, page.more
+        finally:
+            link.close()
+        store = LocalStore(Space(folder, 0), visits=True)
+        try:
+            keys = store.keys()
+        finally:
+            store.close()
+        return bool(keys) and all(there.get(key, False) for key in keys)
 
     def chunks(self) -> tuple[float, float]:
         """Chunks that its engines have loaded, and those of them from the far store."""
@@ -474,13 +500,7 @@ class _Run:
         return True if alike and all(e["state"] == "up" for e in state["engines"]) else None
 
     def _all_put(self) -> bool | None:
-        """Every carrier has come to the end of its host's journal."""
-        for host in self._hosts:
-            status = host.status()
-            if status is None or status.problem or status.waiting or not status.mark:
-                return None
-        counts = [status.counts for host in self._hosts if (status := host.status())]
-        return True if all(count.get("put", 0) for count in counts) else None
+        return True if all(host.has_put_all() for host in self._hosts) else None
 
     def _wait(self, look: Any, problem: str) -> None:
         where = self._router.log_path.parent
