@@ -15,6 +15,7 @@ import pytest
 import yaml
 from support.alert_cases import CASES, MINUTES
 from support.charts import rendered
+from support.surface import pool_metrics
 
 from pd_connector.agent import metrics as connector
 from scheduler_plugins.router.metrics import Metrics
@@ -63,6 +64,7 @@ def known() -> dict[str, set[str]]:
         if hasattr(metric, "_labelnames"):
             for series in series_of(metric._name, metric._type):
                 found[series] = set(metric._labelnames)
+    found |= {series: set(labels) for series, labels in pool_metrics().items()}
     return found | vllms()
 
 

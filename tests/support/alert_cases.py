@@ -42,6 +42,10 @@ def saves(cause: str, values: str) -> tuple[str, str]:
     return of("pd_connector:pool_saves_total", values, cause=cause)
 
 
+def puts(cause: str, values: str) -> tuple[str, str]:
+    return of("pd_connector:carrier_puts_total", values, cause=cause)
+
+
 def moves(before: str, after: str, values: str, cause: str = "pressure") -> tuple[str, str]:
     return of("pd_router:role_moves_total", values, **{"from": before, "to": after, "cause": cause})
 
@@ -126,6 +130,15 @@ CASES = {
             saves("full", GROWS),
             of("pd_connector:pool_misses_total", GROWS, cause="never_stored"),
         ],
+    ),
+    "PDFarUnreachable": Case(
+        # It comes back now and then, and is opened again each time.
+        [of("pd_connector:carrier_far_up", "1x15 0x8 1x0 0x8 1x0 0x8")],
+        [of("pd_connector:carrier_far_up", "0x8 1x31")],
+    ),
+    "PDFarRefuses": Case(
+        [puts("put", GROWS), puts("too_large", GROWS)],
+        [puts("put", FAST), puts("refused", GROWS), puts("gone", FAST)],
     ),
     "PDAgentFails": Case(
         [of("pd_connector:agent_failures_total", ONCE)],

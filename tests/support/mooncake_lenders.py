@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from pd_connector.pool.settings import SHM_VARIABLE
 from support.mooncake_masters import client, mooncake_master
 from support.waits import until
 
-MASTER, ADMIN = 7961, 7962
+MASTER, ADMIN, METRICS = 7961, 7962, 7963
 ADDRESS = f"mooncake://127.0.0.1:{MASTER}?admin={ADMIN}"
 OBJECTS, OBJECT_BYTES = 48, 2 << 20
 WITHIN_S = 60
@@ -40,9 +41,9 @@ class LendingHost:
         within = ["--recall-within", str(WITHIN_S)]
         return [sys.executable, "-m", "pd_connector", "pool", "lend", "--memory", memory, *within]
 
-    def start(self, memory: str) -> "LendingHost":
+    def start(self, memory: str, *more: str) -> "LendingHost":
         self.process = subprocess.Popen(
-            self.command(memory), env=self.environment, stdout=subprocess.PIPE, text=True
+            [*self.command(memory), *more], env=self.environment, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout
         self.ready = self.process.stdout.readline()
@@ -104,7 +105,7 @@ def main() -> None:
 
 
 def scene(lender: LendingHost, other: LendingHost) -> dict[str, Any]:
-    lender.start("256MiB")
+    lender.start("256MiB", "--metrics", f"127.0.0.1:{METRICS}")
     writer = client(MASTER)
     contents = {f"pd:{place:02}": os.urandom(OBJECT_BYTES) for place in range(OBJECTS)}
     assert all(writer.put(key, data) == 0 for key, data in contents.items())
@@ -121,6 +122,7 @@ def scene(lender: LendingHost, other: LendingHost) -> dict[str, Any]:
         "half_s": time.monotonic() - began_s,
         "freed": full - lender.resident_bytes(),
         "absent": absent(writer, contents),
+        "metrics": metrics(),
     }
     lender.process.send_signal(signal.SIGTERM)
     began_s = time.monotonic()
@@ -135,6 +137,16 @@ def scene(lender: LendingHost, other: LendingHost) -> dict[str, Any]:
         "missed": hot.missed,
         "wrong": hot.wrong,
         "rounds": hot.rounds,
+    }
+
+
+def metrics() -> dict[str, float]:
+    """What the first host tells Prometheus."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return {
+        name: float(value)
+        for name, value in (line.split() for line in lines if not line.startswith("#"))
     }
 
 

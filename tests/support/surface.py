@@ -20,6 +20,10 @@ from pd_connector.agent import metrics as connector_metrics
 from pd_connector.config import Config
 from pd_connector.errors import Cause
 from pd_connector.kv.coding import CODINGS
+from pd_connector.pool.carrier.messages import Status as CarrierStatus
+from pd_connector.pool.carrier.metrics import CarrierMetrics
+from pd_connector.pool.lending.lender import Recalled
+from pd_connector.pool.lending.metrics import LenderMetrics
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.protocol.wire.params import TransferParams
 from pd_connector.tools.cli.app import app as pd_connector
@@ -71,6 +75,13 @@ INTERNAL = {"PD_CONNECTOR_FAMILY", "PD_CONNECTOR_GPU_STEP"}
 """Variables by which our processes know each other."""
 
 
+class _Lender:
+    """A lender without Mooncake."""
+
+    nbytes = recalls = 0
+    recalled = Recalled(0)
+
+
 def lines() -> list[str]:
     """The surface, sorted: a kind, and a name."""
     return sorted({" ".join(words) for words in (*_commands(), *_settings(), *_names(), *_seams())})
@@ -91,6 +102,7 @@ def metric_names() -> dict[str, tuple[str, ...]]:
     others = {**connector_metrics.GAUGES, **connector_metrics.HISTOGRAMS}
     known = {f"{prefix}{name}_total": labels.get(name, ()) for name in counters}
     known |= {f"{prefix}{name}": labels.get(name, ()) for name in others}
+    known |= pool_metrics()
     for registry in (RouterMetrics().registry, REGISTRY):
         for family in registry.collect():
             if family.name.startswith(("pd_router:", "pd_scheduler:")):
@@ -99,6 +111,14 @@ def metric_names() -> dict[str, tuple[str, ...]]:
                 collector = registry._names_to_collectors.get(family.name)
                 known[name] = tuple(getattr(collector, "_labelnames", ()))
     return known
+
+
+def pool_metrics() -> dict[str, tuple[str, ...]]:
+    """Every metric of a carrier and of a process that lends memory, and its labels."""
+    carrier = CarrierMetrics(lambda: CarrierStatus(far="", sealed=True))
+    lender = LenderMetrics(_Lender())  # type: ignore[arg-type]
+    samples = [family.samples[0] for each in (carrier, lender) for family in each.collect()]
+    return {sample.name: tuple(sample.labels) for sample in samples}
 
 
 def variables(folders: Iterable[str]) -> set[str]:

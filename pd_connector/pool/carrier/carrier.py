@@ -124,6 +124,8 @@ class Carrier:
         try:
             sizes = gallop(len(keys), sizes_of)
             self.journal.note(keys[: len(sizes)], there=True)
+            self._count("finds_found" if sizes else "finds_none")
+            self._count("found", len(sizes))
             return Sizes(sizes)
         except SilentError:
             self._count("silent_finds")
@@ -188,19 +190,23 @@ class Carrier:
         clients = self._clients
         with self._lock:
             counts = dict(self._counts)
-            waiting = len(self._waiting)
+            waiting, bringing = len(self._waiting), len(self._bringing)
         counts["client_restarts"] = sum(client.killed for client in clients)
         counts["errors"] = sum(each.errors for each in self._threads) + sum(
             client.errors for client in clients
         )
-        problem = next((client.problem for client in clients if not client.is_ready), "")
+        silent = [client for client in clients if not client.is_ready]
         return Status(
             far=self._shown,
             sealed=self._seal.is_on,
             mark=self.journal.far,
             most_bytes=self._most_bytes,
-            problem=problem,
+            problem=silent[0].problem or "is being opened" if silent else "",
+            since_s=min(client.since_s for client in silent)
+            if silent
+            else max(client.since_s for client in clients),
             waiting=waiting,
+            bringing=bringing,
             counts=counts,
         )
 
@@ -436,7 +442,7 @@ class Carrier:
         taken = self._puts.put(names, sizes, fill)
         for place, (chunk, _) in enumerate(batch):
             kept = taken[place] and place not in broken
-            self._count("put" if kept else "not_put")
+            self._count("put" if kept else "put_damaged" if place in broken else "not_put")
             self._count("put_bytes", sizes[place] if kept else 0)
             self._know(chunk.key, Stored(names[place], sizes[place]) if kept else None)
 

@@ -38,6 +38,10 @@ class SilentError(Exception):
 class FarClient:
     """One child, and calls to it. Any thread may call; calls wait for each other.
 
+    Attributes:
+        problem: why no calls can be made; empty while they can.
+        since_s: Unix time since when calls can be made, or cannot.
+
     Args:
         name: of what it is for, in logs.
         address: of the store.
@@ -55,6 +59,7 @@ class FarClient:
         self._ends, self._broken = threading.Event(), threading.Event()
         self._ready: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.problem = "is being opened"
+        self.since_s = time.time()
         self.killed = self.opened = 0
         self._pause_s = _FIRST_PAUSE_S
         self._keeper = LastingThread(f"pd-far-{name}", self._keep, self._ends)
@@ -172,10 +177,18 @@ class FarClient:
 
     def _break(self, problem: str) -> NoReturn:
         """The child is killed: what it does to its memory later must not meet the next call."""
-        self.problem, self._ready = problem, None
+        self._set(None, problem)
         self.killed += 1
         self._broken.set()
         raise SilentError(problem) from None
+
+    def _set(
+        self, ready: "tuple[subprocess.Popen[bytes], socket.socket] | None", problem: str
+    ) -> None:
+        """Calls can be made from now on, or cannot."""
+        if (ready is None) is not (self._ready is None):
+            self.since_s = time.time()
+        self._ready, self.problem = ready, problem
 
     def _keep(self) -> None:
         """Start the child, and wait until it is broken."""
@@ -191,14 +204,14 @@ class FarClient:
                 began_s = time.monotonic()
                 while not self._broken.wait(0.2):
                     if process.poll() is not None:
-                        self._ready, self.problem = None, "its client has died"
+                        self._set(None, "its client has died")
                         break
                 if time.monotonic() - began_s > _LONGEST_PAUSE_S:
                     self._pause_s = _FIRST_PAUSE_S
             except (OSError, ValueError, EOFError, SilentError) as error:
-                self.problem = str(error)
+                self._set(None, str(error))
             finally:
-                self._ready = None
+                self._set(None, self.problem)
                 process.kill()
                 process.wait()
         if self._ends.is_set():
@@ -237,7 +250,7 @@ class FarClient:
         if answer.problem:
             raise SilentError(f"could not be opened: {answer.problem}")
         self.opened += 1
-        self._ready, self.problem = (process, channel), ""
+        self._set((process, channel), "")
         logger.info("far store (%s): in use", self._name)
 
 

@@ -109,10 +109,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="is"):
     """The far store's id, the same at all carriers; empty while it is not known."""
     problem: str = ""
     """Why the far store cannot be used at the moment."""
+    since_s: float = 0.0
+    """Unix time since when it can be used, or cannot; 0: this carrier does not tell."""
     most_bytes: int = 0
     """Bytes of the largest object that it takes."""
     waiting: int = 0
     """Chunks that wait to be put."""
+    bringing: int = 0
+    """Chunks that engines asked for and that are on their way."""
     counts: dict[str, int] = {}
 
 

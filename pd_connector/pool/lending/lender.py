@@ -69,6 +69,10 @@ def piece_bytes(memory: int) -> int:
 class Lender:
     """One thread calls it, but for `hurry`.
 
+    Attributes:
+        recalls: how many there were.
+        recalled: what they have done, added up. Any thread may read both, and `nbytes`.
+
     Args:
         address: of the store, checked by `far_address`.
         piece: bytes of a piece, from `piece_bytes`.
@@ -84,6 +88,7 @@ class Lender:
         self._master.check()
         self._pieces: list[Piece] = []
         self._hurries = False
+        self.recalls, self.recalled = 0, Recalled(0)
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +138,11 @@ class Lender:
             problem = f"{error}: what was in the memory may be lost"
         self._pieces = self._pieces[:keep]
         freed, failed = _unmount(pieces, max(_LEFT_S, until_s - time.monotonic()))
+        total = self.recalled
+        self.recalls += 1
+        self.recalled = Recalled(
+            total.nbytes + freed, total.moved + moved, total.copied + copied, total.lost + lost
+        )
         return Recalled(freed, moved, copied, lost, "; ".join(filter(None, (problem, failed))))
 
     def _drain(self, pieces: Sequence[Piece], within_s: float) -> tuple[int, bool]:

@@ -25,6 +25,7 @@ def run(
     key_file: Path | None,
     answers_within_s: float,
     client_python: str,
+    metrics: str,
     folder: Path | None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Ends the command if something cannot be used."""
@@ -45,6 +46,12 @@ def run(
             opened.callback(carrier.close)
             server = CarrierServer(carrier, memory)
             opened.callback(server.close)
+            if metrics:
+                # prometheus-client comes with an engine or the router, and only this needs it.
+                from pd_connector.pool.carrier.metrics import CarrierMetrics
+                from pd_connector.tools.cli.metrics_port import MetricsPort
+
+                opened.callback(MetricsPort(metrics, CarrierMetrics(carrier.status)).close)
             sealed = "sealed" if seal.is_on else "not sealed"
             print(f"carrier ready: {memory} and {without_secret(far)}, {sealed}", flush=True)
             ends.get()

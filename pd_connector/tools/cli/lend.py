@@ -54,7 +54,7 @@ class Lent(msgspec.Struct, frozen=True):
 _requests, _answers = msgspec.msgpack.Decoder(Resize), msgspec.msgpack.Decoder(Lent)
 
 
-def run(memory: str, far: str, recall_within_s: float) -> None:
+def run(memory: str, far: str, recall_within_s: float, metrics: str) -> None:
     """Lend until SIGTERM or SIGINT, or change what is lent already. Ends the command if something cannot be used."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
@@ -66,7 +66,7 @@ def run(memory: str, far: str, recall_within_s: float) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
         with _lock(path) as is_ours:
             if is_ours:
-                _serve(nbytes, far, recall_within_s, path)
+                _serve(nbytes, far, recall_within_s, path, metrics)
                 return
         lent = _ask(path, Resize(nbytes, recall_within_s))
     except (ConfigError, OSError) as error:
@@ -87,7 +87,7 @@ def _size(memory: str) -> int:
     return nbytes
 
 
-def _serve(nbytes: int, far: str, recall_within_s: float, path: Path) -> None:
+def _serve(nbytes: int, far: str, recall_within_s: float, path: Path, metrics: str) -> None:
     """Lend until the end. Raises ConfigError or OSError."""
     _, address = far_address(far, sealed=True)  # a lender opens nothing
     if address.scheme != _SCHEME:
@@ -110,6 +110,11 @@ def _serve(nbytes: int, far: str, recall_within_s: float, path: Path) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+    if metrics:  # prometheus-client comes with an engine or the router, and only this needs it
+        from pd_connector.pool.lending.metrics import LenderMetrics
+        from pd_connector.tools.cli.metrics_port import MetricsPort
+
+        MetricsPort(metrics, LenderMetrics(lender))  # until the process ends
     problem = ""
     try:
         lender.lend(nbytes)

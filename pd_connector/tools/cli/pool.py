@@ -3,6 +3,7 @@
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,14 @@ OfFar = Annotated[
     typer.Option(
         "--far",
         help="The chunks of the far store that this host's carrier has put or found, instead of those of this host.",
+    ),
+]
+Metrics = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Answer Prometheus there, on /metrics. Whoever reaches it can read it.",
+        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -158,12 +167,22 @@ def show_carrier(carrier: CarrierStatus | None, console: Console) -> None:
         f"({text_of(counts.get('brought_bytes', 0))}), {carrier.waiting:,} wait to be put",
         markup=False,
     )
+    reasons = {
+        "refused by it": counts.get("not_put", 0),
+        "too large for it": counts.get("too_large", 0),
+        "damaged here": counts.get("put_damaged", 0),
+        "left out, too many waited": counts.get("left_out", 0),
+        "failed": counts.get("failed", 0),
+    }
+    if not_put := ", ".join(f"{reason} {n:,}" for reason, n in reasons.items() if n):
+        console.print(f"  not put: {not_put}", markup=False)
     if missed := {name[12:]: n for name, n in counts.items() if name.startswith("not_brought_")}:
         causes = ", ".join(f"{cause} {n:,}" for cause, n in sorted(missed.items()))
         console.print(f"  not brought: {causes}", markup=False)
     if carrier.problem:
+        since = f" (for {time.time() - carrier.since_s:,.0f} s)" if carrier.since_s else ""
         console.print(
-            f"The far store cannot be used at the moment: {carrier.problem}. Engines compute meanwhile.",
+            f"The far store cannot be used at the moment{since}: {carrier.problem}. Engines compute meanwhile.",
             style="yellow",
             markup=False,
         )
@@ -379,6 +398,7 @@ def carry(
             show_default=False,
         ),
     ] = "",
+    metrics: Metrics = "",
     folder: Folder = None,
 ) -> None:
     """Share the pool of this host with other hosts, through a store that they all reach. One a host, until SIGTERM.
@@ -387,7 +407,7 @@ def carry(
     """
     from pd_connector.tools.cli.carry import run
 
-    run(far, key_file, answers_within, client_python, folder)
+    run(far, key_file, answers_within, client_python, metrics, folder)
 
 
 @app.command()
@@ -413,6 +433,7 @@ def lend(
             help="Seconds after which recalled memory is this host's again, whatever is still in it.",
         ),
     ] = 60.0,
+    metrics: Metrics = "",
 ) -> None:
     """Lend memory of this host to Mooncake. One a host, until SIGTERM, which recalls it: what is in it moves to other nodes.
 
@@ -420,4 +441,4 @@ def lend(
     """
     from pd_connector.tools.cli.lend import run
 
-    run(memory, far, recall_within)
+    run(memory, far, recall_within, metrics)

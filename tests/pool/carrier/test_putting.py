@@ -28,7 +28,7 @@ class Far(Objects):
     def __init__(self) -> None:
         super().__init__()
         self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
-        self.opened = 1
+        self.opened, self.since_s = 1, 0.0
         self.errors = self.looked = 0
 
     @property

@@ -47,6 +47,14 @@ def test_half_of_the_memory_is_recalled_and_hot_objects_stay() -> None:
     assert "lost" not in found["half"]
     assert found["freed"] > 0
     assert found["absent"] == 0
+    metrics = found["metrics"]
+    assert metrics["pd_connector:lender_lent_bytes"] == 128 << 20
+    assert metrics["pd_connector:lender_recalls_total"] == 1
+    assert metrics["pd_connector:lender_recalled_bytes_total"] == 128 << 20
+    objects = "pd_connector:lender_recalled_objects_total"
+    moved, copied = metrics[f'{objects}{{cause="moved"}}'], metrics[f'{objects}{{cause="copied"}}']
+    assert f"{moved:.0f} objects moved, {copied:.0f} copied" in found["half"]
+    assert metrics[f'{objects}{{cause="lost"}}'] == 0
     # The rest, at the end of the process.
     assert found["end"] == 0
     assert found["rest"].startswith("128 MiB recalled, 0 bytes are lent: ")

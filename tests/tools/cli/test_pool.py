@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pd-connector pool`: what an operator sees of the KV pool of a host."""
 
+import io
 import json
 import os
 import random
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 from support.pool_records import record, sealed
 from support.pool_stores import patient
 from support.redis_servers import RedisServer, redis_server
@@ -19,6 +23,7 @@ from support.waits import until
 from typer.testing import CliRunner, Result
 
 from pd_connector.pool.carrier.carrier import Carrier
+from pd_connector.pool.carrier.messages import Status as CarrierStatus
 from pd_connector.pool.carrier.server import CarrierServer
 from pd_connector.pool.chunk_layout import coded_run
 from pd_connector.pool.far.seal import Seal
@@ -27,7 +32,7 @@ from pd_connector.pool.record import Record, Writer, encode
 from pd_connector.pool.settings import SHM_VARIABLE, PoolSettings, load
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.tools.cli.pool import app
+from pd_connector.tools.cli.pool import app, show_carrier
 
 __all__ = ["patient"]
 pytestmark = pytest.mark.usefixtures("patient")
@@ -313,3 +318,20 @@ def test_verify_finds_what_opens_and_is_no_sound_chunk(
     assert "differ from their sum" in result.output
     assert result.output.count("damaged: ") == 1
     assert other
+
+
+def test_status_says_why_chunks_were_not_put_and_for_how_long_the_store_is_silent() -> None:
+    console = Console(record=True, width=200, file=io.StringIO())
+    counts = {"put": 3, "not_put": 2, "too_large": 1, "not_brought_late": 4}
+    status = CarrierStatus(
+        far="redis://h", sealed=True, problem="is gone", since_s=time.time() - 90, counts=counts
+    )
+    show_carrier(status, console)
+    text = console.export_text()
+    assert "not put: refused by it 2, too large for it 1\n" in text
+    assert "not brought: late 4\n" in text
+    assert re.search(r"cannot be used at the moment \(for \d+ s\): is gone", text)
+    show_carrier(CarrierStatus(far="redis://h", sealed=True, counts={"put": 3}), console)
+    text = console.export_text()
+    assert "not put" not in text
+    assert "cannot be used" not in text

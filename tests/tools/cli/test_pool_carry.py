@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.free_ports import free_ports
 from support.redis_servers import redis_server
 from support.waits import until
 
@@ -35,6 +37,10 @@ def environment() -> Iterator[dict[str, str]]:
         (["--far", "redis://:secret@10.0.0.1"], "without a key only this machine's loopback"),
         (["--far", "redis://localhost", "--key-file", "/absent"], "/absent: cannot be read"),
         (["--far", "redis://localhost", "--answers-within", "0"], "--answers-within"),
+        (
+            ["--far", "redis://localhost", "--metrics", "9105"],
+            "--metrics '9105': must be HOST:PORT",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(
@@ -55,8 +61,12 @@ def test_what_cannot_be_used_is_refused_by_name(
 def test_it_serves_until_it_is_told_to_end(environment: dict[str, str], tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
         environment["PD_CONNECTOR_FAR"] = redis.address
+        metrics = f"127.0.0.1:{free_ports(1)[0]}"
         carrier = subprocess.Popen(
-            [*COMMAND, "carry"], env=environment, stdout=subprocess.PIPE, text=True
+            [*COMMAND, "carry", "--metrics", metrics],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             assert carrier.stdout
@@ -66,6 +76,8 @@ def test_it_serves_until_it_is_told_to_end(environment: dict[str, str], tmp_path
             # A carrier on a busy machine may not answer in time.
             shown = until(lambda: (one := status(environment)) and not one["problem"] and one)
             assert shown["far"] == redis.address
+            with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as answer:
+                assert b"\npd_connector:carrier_far_up 1.0\n" in answer.read()
             carrier.send_signal(signal.SIGTERM)
             assert carrier.wait(60) == 0
         finally:

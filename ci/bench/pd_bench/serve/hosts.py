@@ -6,7 +6,8 @@
 
 1. A trace is served. In its middle third the store's server is killed, and it returns before the last third.
 2. Carriers are killed and started again: they put what their hosts have.
-3. Host a dies with its memory. The same requests come again: host b loads what host a has computed.
+3. Host a dies with its memory, and both engines of host b look into the store again. The same requests come again: host b loads
+   what host a has computed.
 4. One engine computes all requests again, without cache and pool. All answers must be equal.
 """
 
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ from pd_connector.config import KEY_VARIABLE
 from pd_connector.pool.carrier.asking import CarrierLink
 from pd_connector.pool.carrier.messages import Status
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.pool.store.tier_storage import Space
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
     Client,
@@ -78,7 +82,7 @@ class HostsFindings:
         failures: of the lost ones, by text.
         first, again: chunks loaded, and those of them from the far store, in each turn.
         named: decisions of the router that named the far store.
-        carriers: their counts at the end.
+        carriers: their counts since they were started again, up to the first host's death and the second turn's end.
     """
 
     sent: int
@@ -121,9 +125,9 @@ class Server:
             return
         ports = ["--port", str(self._port), "--metrics_port", str(self._sides[0].port())]
         self._run("master", self._sides[0], [sys.executable, "-m", "mooncake.cli", *ports])
-        for side in self._sides:
+        for name, side in zip("ab", self._sides, strict=True):
             lends = [side.address, f"{self._sides[0].address}:{self._port}", str(_LENT)]
-            self._run("node", side, [sys.executable, "-c", _LENDER, *lends])
+            self._run(f"node-{name}", side, [sys.executable, "-c", _LENDER, *lends])
 
     def kill(self) -> None:
         """End it at once, with all that it has."""
@@ -189,6 +193,30 @@ class BenchHost:
             return link.status()
         finally:
             link.close()
+
+    def has_put_all(self) -> bool:
+        """Whether its carrier knows that the far store has every chunk of this host."""
+        folder = memory_folder({SHM_VARIABLE: str(self.shm)})
+        there: dict[bytes, bool] = {}
+        link = CarrierLink(folder)
+        try:
+            after, more = 0, True
+            while more:
+                page = link.far_page(after)
+                if page is None or not page.far:
+                    return False
+                if page.whole:
+                    there.clear()
+                there.update(page.events)
+                after, more = page.next, page.more
+        finally:
+            link.close()
+        store = LocalStore(Space(folder, 0), visits=True)
+        try:
+            keys = store.keys()
+        finally:
+            store.close()
+        return bool(keys) and all(there.get(key, False) for key in keys)
 
     def chunks(self) -> tuple[float, float]:
         """Chunks that its engines have loaded, and those of them from the far store."""
@@ -353,15 +381,21 @@ class _Run:
             host.kill_carrier()
             host.start_carrier()
         self._wait(self._all_put, "the carriers have not put what their hosts have")
-        carriers = [dict(status.counts) for host in self._hosts if (status := host.status())]
         lost_host, left = self._hosts
+        counts_of_lost = self._counts(lost_host)
         lost_host.die()
+        for engine in left.engines:
+            self._wait(
+                partial(self._looks_far, left, engine),
+                f"{engine.name} does not look into the far store again",
+            )
         before = self._chunks([left])
         self._say(f"host {lost_host.name} has died, with its memory; the same requests again")
         named = self._named()
         again_texts = self._turn([(self._requests, None)])
         after = self._chunks([left])
         named = self._named() - named
+        carriers = (counts_of_lost, self._counts(left))
         self._say("one engine computes all of it alone")
         alone = self._alone(left.engines[0].client)
         pairs = [*zip(first_texts, alone, strict=True), *zip(again_texts, alone, strict=True)]
@@ -371,6 +405,30 @@ class _Run:
         return HostsFindings(
             len(pairs), lost, unequal, self._failures, first, again, named, carriers
         )
+
+    def _counts(self, host: BenchHost) -> Mapping[str, int]:
+        status = host.status()
+        return status.counts if status else {}
+
+    def _looks_far(self, host: BenchHost, engine: VllmEngine) -> bool | None:
+        """Whether an engine looks for prompts in the far store. After a fault it leaves the store alone for 5 to 30 s, and
+        makes one look-up in that time: of two prompts in a row it looks for one at most.
+        """
+        extra = {"kv_transfer_params": {"pool": {"write": False}}}
+        for _ in range(2):
+            before = self._look_ups(host)
+            prompt = TimedRequest(0.0, secrets.token_hex(128), 2)  # a prompt of two chunks
+            if self._ask(engine.client, prompt, **extra) is None:
+                return None
+            if before is None or (self._look_ups(host) or 0) <= before:
+                return None
+        return True
+
+    def _look_ups(self, host: BenchHost) -> int | None:
+        """How many look-ups its carrier has answered."""
+        status = host.status()
+        names = ("finds_found", "finds_none")
+        return sum(status.counts.get(name, 0) for name in names) if status else None
 
     def _first_parts(self) -> list[tuple[Sequence[TimedRequest], Any]]:
         third = -(-len(self._requests) // 3)
@@ -442,13 +500,7 @@ class _Run:
         return True if alike and all(e["state"] == "up" for e in state["engines"]) else None
 
     def _all_put(self) -> bool | None:
-        """Every carrier has come to the end of its host's journal."""
-        for host in self._hosts:
-            status = host.status()
-            if status is None or status.problem or status.waiting or not status.mark:
-                return None
-        counts = [status.counts for host in self._hosts if (status := host.status())]
-        return True if all(count.get("put", 0) for count in counts) else None
+        return True if all(host.has_put_all() for host in self._hosts) else None
 
     def _wait(self, look: Any, problem: str) -> None:
         where = self._router.log_path.parent
