@@ -57,7 +57,9 @@ class Served:
             seq_lens_cpu=torch.ones(rows, dtype=torch.int64),
             out_cache_loc=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
             out_cache_loc_is_physical=True,
-            forward_mode=SimpleNamespace(is_decode=lambda: True),
+            forward_mode=modes.DECODE,
+            batch_size=rows,
+            spec_info=None,
         )
         new = rows, kv_heads, self.width
         self.query = torch.zeros(rows, heads * self.width, dtype=torch.bfloat16, device=DEVICE)
