@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_door.test_sglang_sparse import sparse
 from torch.nn.functional import scaled_dot_product_attention
 
 from pd_kernels.attention.mla_call import LATENT, ROPE
@@ -277,6 +278,13 @@ def test_latents_of_another_size_are_named() -> None:
     step = Step(16)
     with pytest.raises(NotImplementedError, match="latents of 256"):
         MlaBackend(step.runner(latents(step, 256)))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_sparse_attention_is_named(fp8: bool) -> None:
+    step = Step(64)
+    with pytest.raises(NotImplementedError, match=r"sparse attention .* --dsa-decode-backend"):
+        MlaBackend(step.runner(sparse(fp8=fp8), dtype=torch.bfloat16))
 
 
 def test_latents_that_are_divided_by_scales_are_named() -> None:

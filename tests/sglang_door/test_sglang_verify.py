@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative import draft_utils
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_door.test_sglang_kernels import (
@@ -334,9 +335,25 @@ def test_sglang_asks_us_for_the_backends_of_drafts(monkeypatch: pytest.MonkeyPat
     assert factory.draft_attn_backend is None
 
 
-def test_the_hooks_name_what_sglang_has() -> None:
-    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+def test_sglangs_factory_knows_our_name_with_the_hooks_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Made(draft_utils.DraftBackendFactory):  # type: ignore[misc, unused-ignore]
+        def _create_triton_prefill_backend(self) -> Any:
+            return "triton", SimpleNamespace()
 
-    assert f"{DraftBackendFactory.__module__}.{DraftBackendFactory.__qualname__}" == plugin._DRAFTS
-    for name in ("create_decode_backend", "create_draft_extend_backend"):
-        assert callable(getattr(DraftBackendFactory, name))
+    for module in (draft_utils, draft_steps):
+        monkeypatch.setattr(module, "attention_backends", lambda: ("triton", "pd_kernels"))
+        monkeypatch.setattr(module, "get_spec", options)
+    config = SimpleNamespace(hf_config=None, hf_text_config=None)
+    factory = Made(SimpleNamespace(draft_attention_backend=None, model_config=config), 1, 3)
+    extend, decode = Made.create_draft_extend_backend, Made.create_decode_backend
+    for original in (extend, decode):
+        with pytest.raises(ValueError, match="backend pd_kernels"):
+            original(factory)
+    again = plugin._draft_extend(extend, factory)
+    assert again.prefill_attention_backend_str == "triton"
+    monkeypatch.setattr(draft_steps, "DraftSteps", lambda runner, steps: "ours")
+    assert plugin._draft_decode(decode, factory) == "ours"
+    where = f"{draft_utils.__name__}.{draft_utils.DraftBackendFactory.__qualname__}"
+    assert where == plugin._DRAFTS

@@ -22,6 +22,7 @@ from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.attention.paged_call import DIMS, FP8
 from pd_kernels.sglang.draft_tree import DraftTree
 from pd_kernels.sglang.refusals import (
+    SPARSE,
     draft_refusals,
     engine_refusals,
     layer_refusals,
@@ -373,7 +374,9 @@ class MlaBackend(DecodeBackend):
     def refusals(self, *, on_gpu: bool) -> list[str]:
         reasons = []
         pool, dims = self.pool, (LATENT, ROPE)
-        if type(pool) is not MLATokenToKVPool or pool.use_dsa:
+        if getattr(pool, "use_dsa", False):
+            reasons.append(SPARSE)
+        elif type(pool) is not MLATokenToKVPool:
             reasons.append(f"a KV cache of kind {type(pool).__name__}")
         elif (pool.kv_lora_rank, pool.qk_rope_head_dim) != dims:
             reasons.append(

@@ -12,6 +12,10 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 """SGLang's kinds of speculative decoding whose drafts we verify. NEXTN is SGLang's other name of EAGLE."""
 MOST_DRAFTS = 8
 """The most tokens of a request that are verified at a time: the queries that the kernels have."""
+SPARSE = (
+    "sparse attention (DSA: DeepSeek V3.2, GLM-5), whose kernels SGLang chooses from a list of its own, "
+    "--dsa-decode-backend, that takes no other name"
+)
 _OPTIONS = {
     "enable_unified_memory": "--enable-unified-memory",
     "enable_hisparse": "--enable-hisparse",
