@@ -123,14 +123,14 @@ class DecodeBackend(AttentionBackend):
         self.chunk_tokens: int | None = runner.attention_chunk_size
         spec = None if runner.spec_algorithm.is_none() else get_spec()
         reasons = engine_refusals(runner.server_args, runner.prefill_attention_backend_str)
-        if spec is not None:
-            reasons += (
-                draft_refusals(spec) if runner.is_draft_worker else self._verify_refusals(spec)
-            )
+        self._drafts, self._branches = 0, False  # those that are verified
+        if spec is not None and runner.is_draft_worker:
+            reasons += draft_refusals(spec)
+        elif spec is not None:
+            reasons += self._verify_refusals(spec)
+            self._drafts = spec.speculative_num_draft_tokens
+            self._branches = spec.speculative_eagle_topk > 1
         refuse([*reasons, *self.refusals(on_gpu=self._on_gpu)])
-        verifies = spec is not None and not runner.is_draft_worker
-        self._drafts: int = spec.speculative_num_draft_tokens if verifies else 0
-        self._branches: bool = verifies and spec.speculative_eagle_topk > 1
         self._tree = self._make_tree()
         self._fixed: FixedTables | None = None
         self._tables: PageTables | None = None
@@ -350,7 +350,7 @@ class PagedBackend(DecodeBackend):
     def attend(self, query: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
         keys, values = self.pages(layer)
         coded = keys.dtype == FP8
-        branches = self._branches and self._queries > 1 and self._tree is not None
+        tree = self._tree if self._branches and self._queries > 1 else None
         out: torch.Tensor = paged_decode(
             query,
             keys,
@@ -359,7 +359,7 @@ class PagedBackend(DecodeBackend):
             scale=layer.scaling,
             window=window_of(layer),
             score_mod=cap_of(layer),
-            mask_mod=self._tree.mod if branches else None,
+            mask_mod=tree.mod if tree else None,
             sinks=sinks,
             k_scale=(layer.k_scale_float or 1.0) if coded else 1.0,
             v_scale=(layer.v_scale_float or 1.0) if coded else 1.0,
