@@ -13,7 +13,10 @@ pytest.importorskip("sglang.srt")
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_door.test_sglang_sparse import sparse
 from torch.nn.functional import scaled_dot_product_attention
 
 from pd_kernels.attention.mla_call import LATENT, ROPE
@@ -47,12 +50,13 @@ class Step:
             self.req_to_token[row, :length] = torch.tensor(slots)
             self.slots.append(torch.tensor(slots))
         self.batch = SimpleNamespace(
+            batch_size=len(lengths),
             req_pool_indices=torch.tensor(rows),
             seq_lens=torch.tensor(lengths),
             seq_lens_cpu=torch.tensor(lengths),
             out_cache_loc=torch.stack([slots[-1] for slots in self.slots]),
             out_cache_loc_is_physical=True,
-            forward_mode=SimpleNamespace(is_decode=lambda: True),
+            forward_mode=ForwardMode.DECODE,
         )
 
     @property
@@ -71,6 +75,7 @@ class Step:
             model=torch.nn.ModuleList(layers),
             server_args=SimpleNamespace(**args),
             prefill_attention_backend_str="torch_native",
+            spec_algorithm=changed.pop("spec_algorithm", SpeculativeAlgorithm.NONE),
             attention_chunk_size=changed.pop("attention_chunk_size", None),
             **changed,
         )
@@ -193,7 +198,6 @@ def test_tables_of_cuda_graphs_keep_their_address_and_name_the_same_pages(page_s
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"server_args": {"speculative_algorithm": "EAGLE"}}, "--speculative-algorithm"),
         ({"server_args": {"enable_unified_memory": True}}, "--enable-unified-memory"),
         ({"server_args": {"dcp_size": 2}}, "--dcp-size 2"),
         ({"dtype": torch.bfloat16}, "--kv-cache-dtype"),
@@ -274,6 +278,13 @@ def test_latents_of_another_size_are_named() -> None:
     step = Step(16)
     with pytest.raises(NotImplementedError, match="latents of 256"):
         MlaBackend(step.runner(latents(step, 256)))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_sparse_attention_is_named(fp8: bool) -> None:
+    step = Step(64)
+    with pytest.raises(NotImplementedError, match=r"sparse attention .* --dsa-decode-backend"):
+        MlaBackend(step.runner(sparse(fp8=fp8), dtype=torch.bfloat16))
 
 
 def test_latents_that_are_divided_by_scales_are_named() -> None:

@@ -3,5 +3,6 @@
 `pd_kernels.attention`. SGLang's own backend, `--attention-backend`, computes prompts.
 
 `plugin.py` is the entry point. `backend.py` holds the two backends, keys and values or MLA, and
-their block tables, made from SGLang's token tables; `refusals.py` lists unsupported cases.
+their block tables, made from SGLang's token tables; `draft_tree.py` has the mask of drafts that are
+verified, `draft_steps.py` the backends of a draft model. `refusals.py` lists unsupported cases.
 """

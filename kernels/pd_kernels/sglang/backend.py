@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes with `paged_decode` and `mla_decode`, on SGLang's cache.
+"""Decodes and verifies drafts with `paged_decode` and `mla_decode`, on SGLang's cache.
 
 SGLang pairs a backend for prompts with a backend for decodes (`HybridAttnBackend`). It calls these
-backends only for decodes. On a CPU they compute with the references in torch.
+backends only for decodes and, with `--speculative-attention-mode decode`, for verifying drafts. On a
+CPU they compute with the references in torch.
 """
 
 import functools
@@ -10,14 +11,24 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.runtime_context import get_spec
 
 from pd_kernels.attention import DecodePlan, Mod, paged_decode, plan_paged_decode, soft_cap
 from pd_kernels.attention.mla import mla_decode, plan_mla_decode
 from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.attention.paged_call import DIMS, FP8
-from pd_kernels.sglang.refusals import engine_refusals, layer_refusals, refuse
+from pd_kernels.sglang.draft_tree import DraftTree
+from pd_kernels.sglang.refusals import (
+    SPARSE,
+    draft_refusals,
+    engine_refusals,
+    layer_refusals,
+    refuse,
+    verify_refusals,
+)
 
 
 class PageTables(NamedTuple):
@@ -32,18 +43,24 @@ class PageTables(NamedTuple):
     lengths: torch.Tensor
 
     @classmethod
-    def of(cls, forward_batch: Any, req_to_token: torch.Tensor, page_size: int) -> "PageTables":
+    def of(
+        cls, forward_batch: Any, req_to_token: torch.Tensor, page_size: int, drafts: int = 0
+    ) -> "PageTables":
         """The tables of a batch of decodes.
 
         Args:
             forward_batch: SGLang's `ForwardBatch`.
             req_to_token: `[request rows, tokens]`, the slot of each token.
+            drafts: tokens of each request that SGLang does not count in its lengths.
         """
-        lengths = forward_batch.seq_lens
+        rows = forward_batch.batch_size
+        lengths = forward_batch.seq_lens[:rows]
         host_lengths = forward_batch.seq_lens_cpu
-        longest = req_to_token.shape[1] if host_lengths is None else int(host_lengths.max())
-        slots = req_to_token[forward_batch.req_pool_indices, :longest:page_size]
-        return cls((slots // page_size).to(torch.int32), lengths)
+        longest = (
+            req_to_token.shape[1] if host_lengths is None else int(host_lengths.max()) + drafts
+        )
+        slots = req_to_token[forward_batch.req_pool_indices[:rows], :longest:page_size]
+        return cls((slots // page_size).to(torch.int32), lengths + drafts if drafts else lengths)
 
 
 class FixedTables:
@@ -60,12 +77,13 @@ class FixedTables:
         self._table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
         self._lengths = torch.ones(requests, dtype=torch.int32, device=device)
 
-    def fill(self, forward_batch: Any, req_to_token: torch.Tensor) -> PageTables:
-        """Write the tables of a batch, and return views of the batch's size."""
-        count = len(forward_batch.req_pool_indices)
-        slots = req_to_token[forward_batch.req_pool_indices, :: self._page_size]
+    def fill(self, forward_batch: Any, req_to_token: torch.Tensor, drafts: int = 0) -> PageTables:
+        """Write the tables of a batch, and return views of the batch's size. `drafts` is as in `PageTables.of`."""
+        count = forward_batch.batch_size
+        slots = req_to_token[forward_batch.req_pool_indices[:count], :: self._page_size]
         self._table[:count, : slots.shape[1]] = slots // self._page_size
-        self._lengths[:count] = forward_batch.seq_lens
+        lengths = forward_batch.seq_lens[:count]
+        self._lengths[:count] = lengths + drafts if drafts else lengths
         return PageTables(self._table[:count], self._lengths[:count])
 
 
@@ -103,14 +121,20 @@ class DecodeBackend(AttentionBackend):
         # With data-parallel attention SGLang pads batches to a multiple of ranks.
         self._most_requests = len(self._req_to_token) + runner.server_args.tp_size
         self.chunk_tokens: int | None = runner.attention_chunk_size
-        refuse(
-            [
-                *engine_refusals(runner.server_args, runner.prefill_attention_backend_str),
-                *self.refusals(on_gpu=self._on_gpu),
-            ]
-        )
+        spec = None if runner.spec_algorithm.is_none() else get_spec()
+        reasons = engine_refusals(runner.server_args, runner.prefill_attention_backend_str)
+        self._drafts, self._branches = 0, False  # those that are verified
+        if spec is not None and runner.is_draft_worker:
+            reasons += draft_refusals(spec)
+        elif spec is not None:
+            reasons += self._verify_refusals(spec)
+            self._drafts = spec.speculative_num_draft_tokens
+            self._branches = spec.speculative_eagle_topk > 1
+        refuse([*reasons, *self.refusals(on_gpu=self._on_gpu)])
+        self._tree = self._make_tree()
         self._fixed: FixedTables | None = None
         self._tables: PageTables | None = None
+        self._queries = 1
         self._plans: dict[Any, DecodePlan] = {}
 
     @property
@@ -125,23 +149,73 @@ class DecodeBackend(AttentionBackend):
         """Layers with equal keys share a plan."""
         raise NotImplementedError
 
-    def make_plan(self, layer: Any) -> DecodePlan:
-        """An empty plan for up to `_most_requests` requests."""
+    def make_plan(self, layer: Any, queries: int = 1) -> DecodePlan:
+        """An empty plan for up to `_most_requests` requests with this many queries each."""
         raise NotImplementedError
+
+    def attend(self, query: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attend with the queries of a step, `[requests, heads, dim]`, or `[requests, queries, heads, dim]`."""
+        raise NotImplementedError
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+        """Write the KV of a step's tokens into the cache."""
+        raise NotImplementedError
+
+    def _verify_refusals(self, spec: Any) -> list[str]:
+        return verify_refusals(spec, branches=False)
+
+    def _make_tree(self) -> DraftTree | None:
+        if not self._drafts:
+            return None
+        return DraftTree(self._most_requests, self._drafts, self._branches, self.device)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Called when a step begins that no CUDA graph replays."""
-        if forward_batch.forward_mode.is_decode():
-            self._begin(PageTables.of(forward_batch, self._req_to_token, self.page_size))
+        if (drafts := self._unseen(forward_batch)) is not None:
+            tables = PageTables.of(forward_batch, self._req_to_token, self.page_size, drafts)
+            self._start(tables, forward_batch, drafts)
+
+    def make_room(self, requests: int) -> None:
+        """Make plans for at least this many requests from now on."""
+        if requests > self._most_requests:
+            self._most_requests = requests
+            self._tree = self._make_tree()
+            self._plans.clear()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._most_requests = max(self._most_requests, max_bs)
+        self.make_room(max_bs)
         self._fixed = FixedTables(max_bs, self._req_to_token.shape[1], self.page_size, self.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Called for a step that is captured or replayed. Tables and plans keep their addresses."""
         assert self._fixed is not None, "SGLang calls init_cuda_graph_state first"
-        self._begin(self._fixed.fill(forward_batch, self._req_to_token))
+        drafts = self._unseen(forward_batch) or 0
+        self._start(
+            self._fixed.fill(forward_batch, self._req_to_token, drafts), forward_batch, drafts
+        )
+
+    def _unseen(self, forward_batch: Any) -> int | None:
+        """Tokens of each request that are beyond SGLang's lengths; None if the step is not for this backend."""
+        if forward_batch.forward_mode.is_target_verify():
+            return self._drafts
+        return 0 if forward_batch.forward_mode.is_decode() else None
+
+    def _start(self, tables: PageTables, forward_batch: Any, drafts: int) -> None:
+        if drafts and self._tree is not None:
+            self._tree.begin(tables.lengths, forward_batch.spec_info)
+        self.begin(tables, drafts or 1)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Where SGLang writes which drafts a draft sees."""
+        return self._tree.mask if self._tree else None
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Called when drafts came after the step was planned."""
+        if self._tree is not None:
+            self._tree.take(spec_info)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -157,20 +231,63 @@ class DecodeBackend(AttentionBackend):
 
     def plan(self, layer: Any) -> DecodePlan | None:
         """The plan of a layer in this step; None on a CPU."""
-        return self._plans.get(self.plan_key(layer))
+        return self._plans.get((self._queries, self.plan_key(layer)))
 
-    def _begin(self, tables: PageTables) -> None:
-        self._tables = tables
+    def begin(self, tables: PageTables, queries: int = 1) -> None:
+        """Begin a step in which each request has this many queries, its last tokens."""
+        self._tables, self._queries = tables, queries
         if not self._on_gpu:
             return
         for layer in self.layers:
-            if (key := self.plan_key(layer)) not in self._plans:
-                self._plans[key] = self.make_plan(layer)
-        for plan in self._plans.values():
-            plan.fill(tables.lengths)
+            if (key := (queries, self.plan_key(layer))) not in self._plans:
+                self._plans[key] = self.make_plan(layer, queries)
+        for (count, _), plan in self._plans.items():
+            if count == queries:
+                plan.fill(tables.lengths)
 
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError("pd_kernels decodes; prompts are for --attention-backend")
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **unknown: Any,
+    ) -> torch.Tensor:
+        """Attend with the tokens of a step, `[tokens, heads * dim]`. Arguments are SGLang's.
+
+        Raises:
+            NotImplementedError: the model passes other arguments.
+        """
+        refuse([name for name, value in unknown.items() if value is not None])
+        if save_kv_cache and k is not None:
+            assert v is not None
+            self.write(k, v, layer, forward_batch)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
+        if self._queries > 1:
+            query = query.unflatten(0, (-1, self._queries))
+        return self.attend(query, layer, sinks).flatten(-2).flatten(0, -2)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As `forward_decode`, for verifying drafts.
+
+        Raises:
+            NotImplementedError: it is a prompt, or the model passes other arguments.
+        """
+        if not forward_batch.forward_mode.is_target_verify():
+            raise NotImplementedError("pd_kernels decodes; prompts are for --attention-backend")
+        return self.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
 
 
 class PagedBackend(DecodeBackend):
@@ -204,11 +321,15 @@ class PagedBackend(DecodeBackend):
             layer.v_head_dim,
         )
 
-    def make_plan(self, layer: Any) -> DecodePlan:
+    def _verify_refusals(self, spec: Any) -> list[str]:
+        windows = any(window_of(layer) for layer in self.layers)
+        return verify_refusals(spec, branches=not windows)
+
+    def make_plan(self, layer: Any, queries: int = 1) -> DecodePlan:
         keys, values = self.pages(layer)
         query = torch.empty((), dtype=self.dtype, device=self.device)
         return plan_paged_decode(
-            query.expand(1, layer.tp_q_head_num, layer.qk_head_dim),
+            query.expand(1, queries, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
             values,
             window=window_of(layer),
@@ -222,29 +343,14 @@ class PagedBackend(DecodeBackend):
         shape = (-1, self.page_size)
         return keys.unflatten(0, shape), values.unflatten(0, shape)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **unknown: Any,
-    ) -> torch.Tensor:
-        """Attend with one token of each request, `[requests, heads * dim]`. Arguments are SGLang's.
+    def write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+        where = KVWriteLoc.for_batch(forward_batch)
+        self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
 
-        Raises:
-            NotImplementedError: the model passes other arguments.
-        """
-        refuse([name for name, value in unknown.items() if value is not None])
-        if save_kv_cache and k is not None:
-            where = KVWriteLoc.for_batch(forward_batch)
-            self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+    def attend(self, query: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
         keys, values = self.pages(layer)
         coded = keys.dtype == FP8
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
+        tree = self._tree if self._branches and self._queries > 1 else None
         out: torch.Tensor = paged_decode(
             query,
             keys,
@@ -253,12 +359,13 @@ class PagedBackend(DecodeBackend):
             scale=layer.scaling,
             window=window_of(layer),
             score_mod=cap_of(layer),
+            mask_mod=tree.mod if tree else None,
             sinks=sinks,
             k_scale=(layer.k_scale_float or 1.0) if coded else 1.0,
             v_scale=(layer.v_scale_float or 1.0) if coded else 1.0,
             plan=self.plan(layer),
         )
-        return out.flatten(1)
+        return out
 
 
 class MlaBackend(DecodeBackend):
@@ -267,7 +374,9 @@ class MlaBackend(DecodeBackend):
     def refusals(self, *, on_gpu: bool) -> list[str]:
         reasons = []
         pool, dims = self.pool, (LATENT, ROPE)
-        if type(pool) is not MLATokenToKVPool or pool.use_dsa:
+        if getattr(pool, "use_dsa", False):
+            reasons.append(SPARSE)
+        elif type(pool) is not MLATokenToKVPool:
             reasons.append(f"a KV cache of kind {type(pool).__name__}")
         elif (pool.kv_lora_rank, pool.qk_rope_head_dim) != dims:
             reasons.append(
@@ -285,10 +394,10 @@ class MlaBackend(DecodeBackend):
     def plan_key(self, layer: Any) -> Any:
         return layer.tp_q_head_num
 
-    def make_plan(self, layer: Any) -> DecodePlan:
+    def make_plan(self, layer: Any, queries: int = 1) -> DecodePlan:
         query = torch.empty((), dtype=self.dtype, device=self.device)
         return plan_mla_decode(
-            query.expand(1, layer.tp_q_head_num, LATENT + ROPE),
+            query.expand(1, queries, layer.tp_q_head_num, LATENT + ROPE),
             self.pages(layer),
             max_batch=self._most_requests,
         )
@@ -298,33 +407,19 @@ class MlaBackend(DecodeBackend):
         latents: torch.Tensor = self.pool.get_key_buffer(layer.layer_id)
         return latents.squeeze(1).unflatten(0, (-1, self.page_size))
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **unknown: Any,
-    ) -> torch.Tensor:
-        """Attend with one token of each request, `[requests, heads * 576]`; returns `[requests,
-        heads * 512]`. Arguments are SGLang's.
+    def write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+        self.pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
 
-        Raises:
-            NotImplementedError: the model passes other arguments.
-        """
-        refuse([name for name, value in unknown.items() if value is not None])
-        if save_kv_cache and k is not None:
-            self.pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+    def attend(self, query: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
+        refuse([] if sinks is None else ["sinks"])
         out: torch.Tensor = mla_decode(
-            q.reshape(-1, layer.tp_q_head_num, LATENT + ROPE).contiguous(),
+            query,
             self.pages(layer),
             *self.tables,
             scale=layer.scaling,
             plan=self.plan(layer),
         )
-        return out.flatten(1)
+        return out
 
 
 def window_of(layer: Any) -> int:

@@ -8,8 +8,15 @@ import torch
 
 NAME = "pd_kernels"
 """Our name for SGLang's `--decode-attention-backend`."""
+ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
+"""SGLang's kinds of speculative decoding whose drafts we verify. NEXTN is SGLang's other name of EAGLE."""
+MOST_DRAFTS = 8
+"""The most tokens of a request that are verified at a time: the queries that the kernels have."""
+SPARSE = (
+    "sparse attention (DSA: DeepSeek V3.2, GLM-5), whose kernels SGLang chooses from a list of its own, "
+    "--dsa-decode-backend, that takes no other name"
+)
 _OPTIONS = {
-    "speculative_algorithm": "--speculative-algorithm",
     "enable_unified_memory": "--enable-unified-memory",
     "enable_hisparse": "--enable-hisparse",
     "enable_two_batch_overlap": "--enable-two-batch-overlap",
@@ -37,6 +44,50 @@ def engine_refusals(server_args: Any, prefill: str) -> list[str]:
             "--decode-attention-backend alone)"
         )
     return options
+
+
+def verify_refusals(spec: Any, *, branches: bool) -> list[str]:
+    """The reasons why our kernels cannot verify drafts.
+
+    Args:
+        spec: SGLang's options of speculative decoding, resolved (`get_spec()`).
+        branches: whether drafts of several branches (a tree) can be verified.
+    """
+    reasons = []
+    if spec.speculative_algorithm not in ALGORITHMS:
+        return [
+            f"--speculative-algorithm {spec.speculative_algorithm}: must be one of {ALGORITHMS}"
+        ]
+    if spec.speculative_attention_mode != "decode":
+        reasons.append(
+            f"--speculative-attention-mode {spec.speculative_attention_mode} (another backend would "
+            "verify all drafts: add --speculative-attention-mode decode)"
+        )
+    if spec.speculative_num_draft_tokens > MOST_DRAFTS:
+        reasons.append(
+            f"--speculative-num-draft-tokens {spec.speculative_num_draft_tokens}: must be at most "
+            f"{MOST_DRAFTS}"
+        )
+    if spec.speculative_eagle_topk > 1 and not branches:
+        reasons.append(
+            f"--speculative-eagle-topk {spec.speculative_eagle_topk}: must be 1 with MLA and with "
+            "sliding windows"
+        )
+    if spec.speculative_adaptive:
+        reasons.append("--speculative-adaptive")
+    if spec.enable_multi_layer_eagle:
+        reasons.append("--enable-multi-layer-eagle")
+    return reasons
+
+
+def draft_refusals(spec: Any) -> list[str]:
+    """The reasons why our kernels cannot decode a draft model; `spec` is as in `verify_refusals`."""
+    if spec.speculative_eagle_topk == 1:
+        return []
+    topk = f"--speculative-eagle-topk {spec.speculative_eagle_topk}"
+    return [
+        f"drafts with {topk} (name SGLang's backend with --speculative-draft-attention-backend)"
+    ]
 
 
 def layer_refusals(
