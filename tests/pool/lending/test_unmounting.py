@@ -152,7 +152,7 @@ def test_a_command_that_fails_while_it_lends_recalls_and_ends(
     monkeypatch.setattr("os._exit", ends)
     Client.answers.set()
     with pytest.raises(Ended) as ended:
-        lend.run("128MiB", FAR, 60.0)
+        lend.run("128MiB", FAR, 60.0, "")
     assert ended.value.args == (1,)
     told = capsys.readouterr()
     assert str(error) in told.err

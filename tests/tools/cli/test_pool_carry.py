@@ -117,7 +117,7 @@ carry.print = shows
 carry.Carrier = carry.CarrierServer = lambda *_: part
 carry.far_address = lambda *_, **__: (part, None)
 carry._host_store = lambda _: (part, Path("memory"))
-carry.run("redis://127.0.0.1", None, 1.0, "", None)
+carry.run("redis://127.0.0.1", None, 1.0, "", "", None)
 """
 
 
