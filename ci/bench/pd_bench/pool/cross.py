@@ -101,14 +101,9 @@ class CrossHost:
                 f"{engine.name} does not use the pool; see {engine.log_path}",
             )
 
-    def hits(self) -> dict[str, float]:
-        """Chunks that each engine has loaded since its start."""
-        name = "pd_connector:pool_hits_total"
-        return {engine.name: engine.client.metrics().total(name) for engine in self.engines}
-
-    def saves(self) -> dict[str, float]:
-        """Chunks that each engine has saved since its start."""
-        name = "pd_connector:pool_saves_total"
+    def counted(self, name: str) -> dict[str, float]:
+        """A counter of each engine, since its start."""
+        name = f"pd_connector:{name}_total"
         return {engine.name: engine.client.metrics().total(name) for engine in self.engines}
 
     def ask(self, client: Client, request: TimedRequest, **more: Any) -> str:
@@ -174,7 +169,7 @@ def measure(
     """Play the trace twice: the engines are killed in the first round, and read what both have saved in the second.
 
     Raises:
-        BenchError: the trace cannot be read.
+        BenchError: the trace cannot be read, or an engine was not asked, or has not used the pool.
     """
     requests = [
         replace(request, prompt=request.prompt[:MOST_TOKENS])
@@ -201,13 +196,18 @@ def measure(
         )
         ended += kinds
         time.sleep(2.0)  # SGLang's metrics are brought up to date once a second
-        counts = ", ".join(f"{kind.strip(': ')} {number}" for kind, number in kinds.items())
-        note = f"{round_}: {counts}; loaded {host.hits()}, saved {host.saves()}"
+        answered = ", ".join(f"{kind.strip(': ')} {number}" for kind, number in kinds.items())
+        loaded, saved, compared = map(host.counted, ("pool_hits", "pool_saves", "audits"))
+        note = f"{round_}: {answered}; loaded {loaded}, saved {saved}, compared {compared}"
         say(note)
         notes.append(note)
         notes += [each[:300] for each in answers if each.startswith((_LOST, _ABORTED))]
         if kills:
             host.wait_for_pool(2)
+            continue
+        for engine in host.engines:
+            if not any(counts[engine.name] for counts in (loaded, saved, compared)):
+                raise BenchError(f"{engine.name} had no use of the pool: see {engine.log_path}")
     whole, params = 2.0 * len(requests), {"requests": len(requests), "rounds": 2}
     right = Comparison(
         "answers as one engine's, each engine killed once",
