@@ -8,6 +8,7 @@ stream of SGLang's.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +91,7 @@ class CrossHost:
         wait_all(self.engines, console=console)
         self.model = self.vllm.client.model()
         self.router.start().wait_ready()
+        self.wait_for_router()
         self.wait_for_pool(1)
 
     def wait_for_pool(self, starts: int) -> None:
@@ -100,6 +102,18 @@ class CrossHost:
                 _STARTS_S,
                 f"{engine.name} does not use the pool; see {engine.log_path}",
             )
+
+    def wait_for_router(self) -> None:
+        """Wait until the router knows that both engines are up. Until then it would have none if the other one died."""
+
+        def all_up() -> bool:
+            try:
+                state = json.loads(self.router.client.get("/health", timeout_s=2.0))
+            except (HttpError, OSError):
+                return False
+            return all(engine["state"] == "up" for engine in state["engines"])
+
+        until(all_up, _STARTS_S, f"the router does not ask both; see {self.router.log_path}")
 
     def counted(self, name: str) -> dict[str, float]:
         """A counter of each engine, since its start."""
@@ -139,6 +153,7 @@ class CrossHost:
                     engine.kill()
                     engine.start()
                     wait_all([engine])
+                    self.wait_for_router()
             return [answer.result() for answer in answers]
 
 
