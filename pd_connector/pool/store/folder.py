@@ -279,10 +279,10 @@ class Folder:
     def names(self, *folders: int) -> Iterator[str]:
         """Names in these folders (descriptors), as they are now."""
         for folder in folders:
-            found: list[str] = []
+            entries: list[str] = []
             with contextlib.suppress(OSError), reopened(folder) as listed:
-                found = os.listdir(listed)
-            yield from found
+                entries = os.listdir(listed)
+            yield from entries
 
     def entered(self) -> list[bytes]:
         """Keys of all entries, the oldest first by the machine's clock."""
