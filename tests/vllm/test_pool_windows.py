@@ -61,13 +61,22 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store takes a while, so pages are copied while the next step computes."""
-    ask = Saver.ask
+    """The store takes a while, so pages are copied when some more steps have been computed."""
+    ask, step = Saver.ask, ComputingEngine.step
+    steps = 0
+
+    def steps_on(engine: ComputingEngine, *args: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return step(engine, *args)
 
     def asks(*args: Any) -> Any:
-        time.sleep(0.02)
+        later, stop_s = steps + 4, time.monotonic() + 1
+        while steps < later and time.monotonic() < stop_s:  # at its end no engine steps
+            time.sleep(0.001)
         return ask(*args)
 
+    monkeypatch.setattr(ComputingEngine, "step", steps_on)
     monkeypatch.setattr(Saver, "ask", asks)
 
 
