@@ -167,7 +167,10 @@ def after_poll(state, receiver):
 they are sent. One poll in fifty of a decode engine says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
 is damaged once its KV has been verified, or its recurrent states are zeroed, or replaced by those of the request before."""
 
-PATIENT = """
+PATIENT = f"""
+import json, os
+from pathlib import Path
+
 def register():
     from pd_connector.agent import pool_saves
     from pd_connector.pool.load_breakeven import LoadBreakeven
@@ -176,8 +179,26 @@ def register():
     pool_saves._WAITS_S = 60.0
     pool_prompts.LOOK_S = pool_prompts._SLOW_S = pool_prompts.STALL_S = 60.0
     LoadBreakeven.chunks = lambda self, hit, now: len(hit)
+    if {FAULTS!r} in os.environ:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register("pd_connector.sglang.pool.PoolLinker.idle", idle, HookType.AFTER)
+
+def idle(result, linker):
+    rank, path = linker._rank, Path(os.environ[{FAULTS!r}] + ".held")
+    if rank is None or not rank._leads or path.exists():
+        return
+    held = {{
+        "bytes": rank.prompts.held.nbytes,
+        "prompts": len(rank.prompts._prompts),
+        "loads": len(linker._queued),
+        "jobs": len(linker._jobs),
+        "offloads": len(linker._offloads),
+    }}
+    path.with_suffix(".new").write_text(json.dumps(held))
+    path.with_suffix(".new").rename(path)
 """
-"""A plug-in for `Recipe.patient`."""
+"""A plug-in for `Recipe.patient`. An idle engine writes what it holds for requests and saves, into a file that is not there."""
 
 _PLAIN = """
 def register():

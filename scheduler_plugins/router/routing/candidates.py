@@ -298,6 +298,11 @@ def _weight(failure: EngineFailedError) -> int:
     return 1 if repeatable else MOST_FAILURES
 
 
+def _pairs(group: AbleEngines) -> bool:
+    """Whether an engine can hand KV over to another one."""
+    return any(p is not d for p in group.prefill for d in group.decode)
+
+
 MOST_FAILURES = 2
 """A prefill engine or a pair does not get a request again after this many failures of it."""
 
@@ -355,6 +360,10 @@ class Pairing:
             able, cause = self._prefills_for(engine, prefill, failures)
             if able or self._answers_alone(engine):
                 groups.setdefault(tuple(able), AbleEngines([], able, cause)).decode.append(engine)
+        if len(groups) > 1 and not cpu_prefill and not any(map(_pairs, groups.values())):
+            # An engine of both sides does not hand over to itself, so each of these answers alone.
+            cause = next((group.cause for group in groups.values() if not group.prefill), "policy")
+            return AbleEngines([each for g in groups.values() for each in g.decode], [], cause)
         if groups:
             chosen = max(groups.values(), key=self._rank)
             if not (chosen.prefill and cpu_prefill):

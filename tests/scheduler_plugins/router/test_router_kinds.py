@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -480,6 +481,19 @@ def test_an_engine_of_sglangs_that_is_no_half_of_a_pair_answers_what_pairs_do_no
             assert (await w.complete()).json["served_by"] == "d1"
             assert len(w.p[0].bodies) == sent
             assert await w.metric("flows_total", flow="decode_alone", cause="whole") == 1
+
+    run(scenario())
+
+
+def test_an_engine_of_both_sides_is_no_pair_and_shares_requests_with_one_that_is_none() -> None:
+    """All went to vLLM's engine, which answered alone."""
+
+    async def scenario() -> None:
+        async with world("v", "s", both=True, policy="round_robin") as w:
+            await no_half_of_a_pair(w, w.d[0])
+            served = [(await w.complete()).json["served_by"] for _ in range(6)]
+            assert Counter(served) == {"p0": 3, "d0": 3}
+            assert await w.metric("flows_total", flow="disaggregated") == 0
 
     run(scenario())
 

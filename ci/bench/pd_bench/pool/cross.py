@@ -8,6 +8,7 @@ stream of SGLang's.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +91,7 @@ class CrossHost:
         wait_all(self.engines, console=console)
         self.model = self.vllm.client.model()
         self.router.start().wait_ready()
+        self.wait_for_router()
         self.wait_for_pool(1)
 
     def wait_for_pool(self, starts: int) -> None:
@@ -101,14 +103,21 @@ class CrossHost:
                 f"{engine.name} does not use the pool; see {engine.log_path}",
             )
 
-    def hits(self) -> dict[str, float]:
-        """Chunks that each engine has loaded since its start."""
-        name = "pd_connector:pool_hits_total"
-        return {engine.name: engine.client.metrics().total(name) for engine in self.engines}
+    def wait_for_router(self) -> None:
+        """Wait until the router knows that both engines are up. Until then it would have none if the other one died."""
 
-    def saves(self) -> dict[str, float]:
-        """Chunks that each engine has saved since its start."""
-        name = "pd_connector:pool_saves_total"
+        def all_up() -> bool:
+            try:
+                state = json.loads(self.router.client.get("/health", timeout_s=2.0))
+            except (HttpError, OSError):
+                return False
+            return all(engine["state"] == "up" for engine in state["engines"])
+
+        until(all_up, _STARTS_S, f"the router does not ask both; see {self.router.log_path}")
+
+    def counted(self, name: str) -> dict[str, float]:
+        """A counter of each engine, since its start."""
+        name = f"pd_connector:{name}_total"
         return {engine.name: engine.client.metrics().total(name) for engine in self.engines}
 
     def ask(self, client: Client, request: TimedRequest, **more: Any) -> str:
@@ -144,6 +153,7 @@ class CrossHost:
                     engine.kill()
                     engine.start()
                     wait_all([engine])
+                    self.wait_for_router()
             return [answer.result() for answer in answers]
 
 
@@ -174,7 +184,7 @@ def measure(
     """Play the trace twice: the engines are killed in the first round, and read what both have saved in the second.
 
     Raises:
-        BenchError: the trace cannot be read.
+        BenchError: the trace cannot be read, or an engine was not asked, or has not used the pool.
     """
     requests = [
         replace(request, prompt=request.prompt[:MOST_TOKENS])
@@ -201,13 +211,18 @@ def measure(
         )
         ended += kinds
         time.sleep(2.0)  # SGLang's metrics are brought up to date once a second
-        counts = ", ".join(f"{kind.strip(': ')} {number}" for kind, number in kinds.items())
-        note = f"{round_}: {counts}; loaded {host.hits()}, saved {host.saves()}"
+        answered = ", ".join(f"{kind.strip(': ')} {number}" for kind, number in kinds.items())
+        loaded, saved, compared = map(host.counted, ("pool_hits", "pool_saves", "audits"))
+        note = f"{round_}: {answered}; loaded {loaded}, saved {saved}, compared {compared}"
         say(note)
         notes.append(note)
         notes += [each[:300] for each in answers if each.startswith((_LOST, _ABORTED))]
         if kills:
             host.wait_for_pool(2)
+            continue
+        for engine in host.engines:
+            if not any(counts[engine.name] for counts in (loaded, saved, compared)):
+                raise BenchError(f"{engine.name} had no use of the pool: see {engine.log_path}")
     whole, params = 2.0 * len(requests), {"requests": len(requests), "rounds": 2}
     right = Comparison(
         "answers as one engine's, each engine killed once",
