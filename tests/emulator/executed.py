@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,15 +45,26 @@ def _ask(server: subprocess.Popen[str], arguments: list[str]) -> None:
     server.stdin.flush()
 
 
+def _end(server: subprocess.Popen[str]) -> None:
+    """With the case that it executes: one that hangs would keep this process for ever."""
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
 @functools.cache
 def _server(triton: Path | None) -> tuple[subprocess.Popen[str], IO[str]]:
     """A process that executes cases until its input ends, and what it has logged."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [triton, ROOT, ROOT / "kernels", environment.get("PYTHONPATH")]
+    environment["OMP_NUM_THREADS"] = (
+        "1"  # a case is a fork, in which torch would wait for threads of its parent
+    )
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
     command = [sys.executable, "-m", "tests.emulator", "--serve"]
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is closed when this process ends
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-    server = subprocess.Popen(command, **pipes, text=True, env=environment, cwd=ROOT)
-    atexit.register(server.communicate)  # which ends its input
+    server = subprocess.Popen(
+        command, **pipes, text=True, env=environment, cwd=ROOT, process_group=0
+    )
+    atexit.register(_end, server)
     return server, log

@@ -11,6 +11,7 @@ import mmap
 import os
 import select
 import socket
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -33,6 +34,8 @@ logger = logging.getLogger("pd_connector.transport.shm.transport")
 
 _MAX_NOTE_BYTES = 4096
 _MAX_NOTES = 1024  # taken from one producer at a time
+_HANG_UP_S = 0.05
+"""Longest time between the end of a process's session and that of its links, on a machine that is not overloaded."""
 _MOST_LINKS = 16
 """Connections of one producer. It makes one for each session, and one to a rank is enough."""
 
@@ -183,15 +186,23 @@ class ConsumerHalf:
             raise TransportError(f"shm: {error}") from None
 
     def silenced(self, source: Hashable) -> bool:
-        """Whether the producer has closed its links, or its process has ended: it copies no more then."""
+        """Whether the producer has closed its links, or its process has ended: it copies no more then. Waits for a moment: the
+        kernel closes an ended process's sockets one by one, and the session's may be the first."""
         producer = self._producer_of(source)
         if producer is None or not producer.links:
             return True
         poller = select.poll()
         for link in producer.links:
-            poller.register(link, select.POLLIN)
-        hung_up = sum(bool(events & select.POLLHUP) for _, events in poller.poll(0))
-        return hung_up == len(producer.links)
+            poller.register(link, 0)  # hang-ups are always told
+        standing, stop_s = len(producer.links), time.monotonic() + _HANG_UP_S
+        while standing:
+            for descriptor, events in poller.poll(1e3 * max(stop_s - time.monotonic(), 0.0)):
+                if events & select.POLLHUP:
+                    poller.unregister(descriptor)
+                    standing -= 1
+            if time.monotonic() >= stop_s:
+                break
+        return not standing
 
     def poll(self) -> list[Landed]:
         """Accept producers that have connected; returns the chunks that have arrived."""
