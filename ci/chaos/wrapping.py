@@ -78,8 +78,8 @@ class WrappingTransport(Transport):
     def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
         return self.inner.pull(source, theirs, ours)
 
-    def silenced(self, source: Hashable) -> bool:
-        return self.inner.silenced(source)
+    def silenced(self, source: Hashable, *, waits: bool = False) -> bool:
+        return self.inner.silenced(source, waits=waits)
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         return self.inner.poll()

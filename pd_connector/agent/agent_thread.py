@@ -140,25 +140,33 @@ class AgentThread:
 
     def abandon_if_hung(self) -> None:
         """Give the agent up if it hangs. Outcomes that became pending since the last call fail, too."""
-        if self._rested:
+        if self._rested or not self._hangs:
             return
-        if self._abandoned or self._turn.left_s() < 0:
-            self.abandon()
+        with self.submitting:  # not while the agent's thread begins again
+            if self._hangs:
+                self._abandon()
+
+    @property
+    def _hangs(self) -> bool:
+        return self._abandoned or self._turn.left_s() < 0
 
     def abandon(self) -> None:
         """Give the hung agent up: from now on it touches no page, and its pending outcomes have failed."""
-        with self.submitting:  # not while the agent's thread begins again
-            if not self._abandoned:
-                self._abandoned = True
-                logger.error(
-                    "agent has not answered for %g s (agent_timeout_s): transfers of this engine end, "
-                    "requests are recomputed",
-                    self._config.agent_timeout_s,
-                )
-                self._telemetry.count("agent_failures")
-                self._telemetry.gauge(**dict.fromkeys((*UNDER_WAY, "leased_pages"), 0.0))
-            touched = self._gate.abandon()
-            self._pending_outcomes.abandon(Cause.AGENT_HUNG, "the agent hangs", but=touched)
+        with self.submitting:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if not self._abandoned:
+            self._abandoned = True
+            logger.error(
+                "agent has not answered for %g s (agent_timeout_s): transfers of this engine end, "
+                "requests are recomputed",
+                self._config.agent_timeout_s,
+            )
+            self._telemetry.count("agent_failures")
+            self._telemetry.gauge(**dict.fromkeys((*UNDER_WAY, "leased_pages"), 0.0))
+        touched = self._gate.abandon()
+        self._pending_outcomes.abandon(Cause.AGENT_HUNG, "the agent hangs", but=touched)
 
     def close(self) -> None:
         """Stop the thread; its loop frees sockets, memory and descriptors. It can be repeated."""

@@ -209,8 +209,12 @@ class Transport(abc.ABC):
         """
         raise TransportError(f"{self.name} transport: a producer's memory cannot be read")
 
-    def silenced(self, source: Hashable) -> bool:
-        """Whether this producer certainly writes no more, although it has sent no notice."""
+    def silenced(self, source: Hashable, *, waits: bool = False) -> bool:
+        """Whether this producer certainly writes no more, although it has sent no notice.
+
+        Args:
+            waits: its session broke just now, and the answer may take a moment (50 ms): its process may be about to end.
+        """
         return not self.one_sided
 
     @abc.abstractmethod

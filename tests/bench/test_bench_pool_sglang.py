@@ -103,7 +103,11 @@ def test_a_lost_answer_is_counted(
 
     for engine in (*host.engines, host.router):
         metrics = SimpleNamespace(total=lambda name: 1.0)
-        engine.client = SimpleNamespace(post=post, metrics=lambda metrics=metrics: metrics)  # type: ignore[assignment]
+        engine.client = SimpleNamespace(  # type: ignore[assignment]
+            post=post,
+            metrics=lambda metrics=metrics: metrics,
+            get=lambda path, timeout_s: '{"engines": [{"state": "up"}]}',
+        )
         engine.kill = lambda engine=engine: killed.append(engine.name)  # type: ignore[method-assign]
         engine.start = lambda: None  # type: ignore[method-assign,assignment,return-value]
     monkeypatch.setattr(host, "wait_for_pool", lambda starts: None)

@@ -129,6 +129,24 @@ def test_a_chain_of_drafts_is_verified(speculating: Any, page_size: int) -> None
     torch.testing.assert_close(out, wanted.flatten(1), **CLOSE)
 
 
+def test_tokens_that_sglang_pads_after_the_step_was_planned_are_passed_over(
+    speculating: Any,
+) -> None:
+    """It pads batches of ranks that compute a step together, and writes these tokens to slot 0."""
+    step, ours = Verified(16), layer()
+    pool = keys_and_values(step)
+    backend = PagedBackend(runner(step, pool, ours))
+    query = torch.randn(len(LENGTHS) * DRAFTS + 1, HEADS * DIM)
+    new = torch.randn(2, len(query), KV_HEADS, DIM)
+    backend.init_forward_metadata(step.batch)
+    step.batch.out_cache_loc = torch.nn.functional.pad(step.batch.out_cache_loc, (0, 1))
+    out = backend.forward(query, *new, ours, step.batch)
+    assert out.shape == query.shape
+    keys, values = pool.get_key_buffer(0), pool.get_value_buffer(0)
+    wanted = step.wanted(query[:-1].view(-1, HEADS, DIM), keys, values)
+    torch.testing.assert_close(out[:-1], wanted.flatten(1), **CLOSE)
+
+
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_latents_of_a_chain_are_verified(speculating: Any, page_size: int) -> None:
     step, heads = Verified(page_size), 4

@@ -35,6 +35,10 @@ class RedisServer:
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
 
+    def log(self) -> str:
+        """What the server has said."""
+        return self._log.read_text()
+
     def client(self) -> Any:
         """A stranger's client."""
         import redis
@@ -63,6 +67,8 @@ def redis_server(folder: Path, *settings: str) -> Iterator[RedisServer]:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.02)
+        else:
+            pytest.fail(f"redis-server does not answer: {server.log()}")
         yield server
     finally:
         server.stop()

@@ -43,7 +43,7 @@ def test_links_that_hang_up_a_moment_after_the_session_silence_the_producer(
     theirs[0].close()
     later = threading.Timer(0.05, theirs[1].close)
     later.start()
-    assert half.silenced(source)
+    assert half.silenced(source, waits=True)
     later.join()
 
 
@@ -51,7 +51,15 @@ def test_a_producer_with_a_link_that_stands_may_still_copy(half: ConsumerHalf) -
     source, theirs = linked(half)
     theirs[0].close()
     before = time.monotonic()
-    assert not half.silenced(source)
+    assert not half.silenced(source, waits=True)
     assert time.monotonic() - before >= consumer_half._HANG_UP_S
     theirs[1].close()
-    assert half.silenced(source)
+    assert half.silenced(source, waits=False)
+
+
+def test_nobody_waits_for_the_links_of_a_producer_that_lives(
+    half: ConsumerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer_half, "_HANG_UP_S", 600.0)
+    source, _theirs = linked(half)
+    assert not half.silenced(source, waits=False)

@@ -266,9 +266,13 @@ class DecodeBackend(AttentionBackend):
             assert v is not None
             self.write(k, v, layer, forward_batch)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
+        # SGLang may pad the tokens after it has planned the step (`prepare_mlp_sync_batch`). Nobody reads these rows.
+        rows = len(self.tables.lengths) * self._queries
+        padding, query = len(query) - rows, query[:rows]
         if self._queries > 1:
             query = query.unflatten(0, (-1, self._queries))
-        return self.attend(query, layer, sinks).flatten(-2).flatten(0, -2)
+        attended = self.attend(query, layer, sinks).flatten(-2).flatten(0, -2)
+        return torch.nn.functional.pad(attended, (0, 0, 0, padding)) if padding else attended
 
     def forward_extend(
         self,

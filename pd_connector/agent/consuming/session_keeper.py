@@ -253,7 +253,11 @@ class SessionKeeper:
         level = self._outage.level if self._consumer.wants(source) else logging.INFO
         logger.log(level, "session with %s:%d ended (%s): %s", *source[:2], cause, detail)
         self._telemetry.count("lost_sessions", cause=cause)
-        silenced = path is None or path.own or path.transport.silenced(path.expected)
+        silenced = (
+            path is None
+            or path.own
+            or path.transport.silenced(path.expected, waits=cause is Cause.SESSION_LOST)
+        )
         if path is not None:
             path.transport.dismiss(path.expected)
         self._receive_pipeline.forget_reads(source)

@@ -141,6 +141,7 @@ class Carrier:
                     future = Future()
                     if len(self._bringing) >= _MOST_BRINGING:
                         future.set_result(Brought(Miss.REFUSED, "too many chunks are on their way"))
+                        self._counts["not_brought_refused"] += 1
                     else:
                         self._bringing[key] = future
                         self._queued.append(key)
@@ -265,8 +266,9 @@ class Carrier:
             self._opened = count
             self._begin_again()
         self._look_for_losses(time.monotonic())
-        with contextlib.suppress(PoolError):
-            self._read_journal()
+        if self._puts.is_ready:  # else too many would wait; all is read again when it opens
+            with contextlib.suppress(PoolError):
+                self._read_journal()
         self._look_again(time.monotonic())
         while self._waiting and not self._ends.is_set() and self._puts.is_ready:
             chunks = self._next()
@@ -391,6 +393,7 @@ class Carrier:
                         nbytes += packed.nbytes
                     stop += 1
                 self._put_batch(batch)
+            self._count("there", sum(each is not None for each in there[start:stop]))
             self._tried(chunks[start:stop])
             start = stop
 

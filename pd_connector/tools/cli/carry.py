@@ -55,6 +55,8 @@ def run(
             sealed = "sealed" if seal.is_on else "not sealed"
             print(f"carrier ready: {memory} and {without_secret(far)}, {sealed}", flush=True)
             ends.get()
+    except ModuleNotFoundError as error:
+        fail(f"--metrics: {error}: pip install prometheus-client")
     except (ConfigError, OSError) as error:
         fail(str(error))
 
@@ -65,10 +67,11 @@ def _host_store(folder: Path | None) -> tuple[LocalStore, Path]:
     assert settings is not None
     memory = settings.memory._replace(chosen=False)
     make_above(memory.path)
-    store = LocalStore(memory)
-    disk = next((tier for tier in store.status().tiers if tier.name == DISK), None)
+    # It only looks: a store without the disk takes the disk's chunks out of the catalog if no engine runs.
+    looks = LocalStore(memory, visits=True)
+    disk = next((tier for tier in looks.status().tiers if tier.name == DISK), None)
+    looks.close()
     if folder is None and disk is None:
-        return store, memory.path
-    store.close()
+        return LocalStore(memory), memory.path
     path = folder or Path(disk.path if disk else "")
     return LocalStore(memory, Space(path, disk.budget if disk else 0, chosen=False)), memory.path

@@ -50,9 +50,10 @@ class MetricsPort:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, port), family=family)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"--metrics {address}: cannot listen there ({error.strerror or error}): name an address of this machine and a free port"
+                f"--metrics {address}: cannot listen there ({why}): name an address of this machine and a free port"
             ) from None
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="pd-metrics", daemon=True).start()

@@ -185,16 +185,20 @@ class ConsumerHalf:
         except (OSError, ValueError) as error:
             raise TransportError(f"shm: {error}") from None
 
-    def silenced(self, source: Hashable) -> bool:
-        """Whether the producer has closed its links, or its process has ended: it copies no more then. Waits for a moment: the
-        kernel closes an ended process's sockets one by one, and the session's may be the first."""
+    def silenced(self, source: Hashable, *, waits: bool) -> bool:
+        """Whether the producer has closed its links, or its process has ended: it copies no more then.
+
+        Args:
+            waits: its session broke just now. The kernel closes an ended process's sockets one by one, so the links are given a
+                moment to follow.
+        """
         producer = self._producer_of(source)
         if producer is None or not producer.links:
             return True
         poller = select.poll()
         for link in producer.links:
             poller.register(link, 0)  # hang-ups are always told
-        standing, stop_s = len(producer.links), time.monotonic() + _HANG_UP_S
+        standing, stop_s = len(producer.links), time.monotonic() + _HANG_UP_S * waits
         while standing:
             for descriptor, events in poller.poll(1e3 * max(stop_s - time.monotonic(), 0.0)):
                 if events & select.POLLHUP:

@@ -97,8 +97,8 @@ class ShmTransport(Transport):
     def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
         return self._consuming.pull(source, theirs, ours)
 
-    def silenced(self, source: Hashable) -> bool:
-        return self._consuming.silenced(source)
+    def silenced(self, source: Hashable, *, waits: bool = False) -> bool:
+        return self._consuming.silenced(source, waits=waits)
 
     def poll(self) -> tuple[list[Written], list[Landed]]:
         return self._producing.poll(), self._consuming.poll()

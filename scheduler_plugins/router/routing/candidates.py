@@ -96,7 +96,8 @@ class Candidates:
         if able.decode[0].role is Role.PREFILL:
             return None if self._overloaded(Role.DECODE) else able
         lacks_prefill = not able.prefill and able.cause != self._pairing.whole
-        return None if lacks_prefill and self._overloaded(Role.PREFILL) else able
+        spreads = lacks_prefill and not any(engine.hands_over for engine in able.decode)
+        return None if spreads and self._overloaded(Role.PREFILL) else able
 
     def _of_other_models(self) -> set[BackendEngine]:
         """Engines that do not serve the request's model. Empty if no engine serves it: then any engine can refuse

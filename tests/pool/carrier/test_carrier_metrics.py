@@ -32,7 +32,7 @@ def test_chunks_that_are_put_found_and_brought_are_counted_by_cause(new_host: Ne
     assert save(one.own, keys) == 6
     until(lambda: value(one, "puts_total", cause="put") == 6)
     assert value(one, "put_bytes_total") > 0
-    assert value(one, "waiting_chunks") == 0
+    until(lambda: value(one, "waiting_chunks") == 0)
     assert two.carrier.find(chain("another", 2)).sizes == []
     assert len(two.carrier.find(keys).sizes) == 6
     assert value(two, "finds_total", cause="none") == 1
@@ -92,4 +92,13 @@ def test_every_cause_is_there_before_it_is_counted() -> None:
         for sample in family.samples
         if family.name == f"{PREFIX}puts"
     }
-    assert causes == {"put", "refused", "too_large", "damaged", "gone", "failed", "left_out"}
+    assert causes == {
+        "put",
+        "there",
+        "refused",
+        "too_large",
+        "damaged",
+        "gone",
+        "failed",
+        "left_out",
+    }

@@ -498,6 +498,20 @@ def test_an_engine_of_both_sides_is_no_pair_and_shares_requests_with_one_that_is
     run(scenario())
 
 
+def test_an_engine_of_both_sides_without_room_is_passed_by_where_each_answers_alone() -> None:
+    """Its refusal was taken for that of the only side that computes prompts, and told to the client."""
+
+    async def scenario() -> None:
+        async with world("vv", "s", both=True, policy="round_robin") as w:
+            await no_half_of_a_pair(w, w.d[0])
+            w.p[0].behave = status(429)
+            replies = [await w.complete() for _ in range(6)]
+            assert {reply.status for reply in replies} == {200}
+            assert {reply.json["served_by"] for reply in replies} == {"p1", "d0"}
+
+    run(scenario())
+
+
 def test_a_field_of_sglangs_waits_for_the_one_engine_that_knows_it() -> None:
     """It was refused for good where that engine only lacked room."""
 

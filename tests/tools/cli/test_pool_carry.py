@@ -17,7 +17,9 @@ from support.free_ports import free_ports
 from support.redis_servers import redis_server
 from support.waits import until
 
-from pd_connector.pool.settings import SHM_VARIABLE
+from pd_connector.pool.settings import SHM_VARIABLE, load, make_above
+from pd_connector.pool.store.local import LocalStore
+from pd_connector.tools.cli import carry
 
 COMMAND = [sys.executable, "-m", "pd_connector", "pool"]
 
@@ -56,6 +58,24 @@ def test_what_cannot_be_used_is_refused_by_name(
     assert ended.returncode
     assert found in " ".join((ended.stdout + ended.stderr).split())
     assert "secret" not in ended.stdout + ended.stderr
+
+
+def test_without_an_engine_it_serves_the_disk_that_engines_have_used(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that lacked the disk, and was alone, would take the disk's chunks out of the catalog."""
+    monkeypatch.setenv(SHM_VARIABLE, environment[SHM_VARIABLE])
+    settings = load({"memory": "64MiB", "dir": str(tmp_path / "kv"), "disk": "64MiB"})
+    assert settings is not None
+    make_above(settings.memory.path)
+    LocalStore(settings.memory, settings.disk).close()  # an engine
+    for folder in (None, settings.disk.path if settings.disk else None):
+        store, memory = carry._host_store(folder)
+        try:
+            assert memory == settings.memory.path
+            assert [tier.name for tier in store.status().tiers] == ["memory", "disk"]
+        finally:
+            store.close()
 
 
 def test_it_serves_until_it_is_told_to_end(environment: dict[str, str], tmp_path: Path) -> None:
