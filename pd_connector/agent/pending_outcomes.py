@@ -21,9 +21,8 @@ class PendingOutcomes:
         self._any = threading.Event()  # an outcome has been reported
         self._lock = threading.Lock()
         self._abandoned = False
-        self._owed: str | None = (
-            None  # the request of an abandoned agent whose outcome is still waited for
-        )
+        # The request of an abandoned agent whose outcome is still waited for.
+        self._owed: str | None = None
         self._requests: dict[type[Outcome], set[str]] = {
             kind: set() for kind in (Finished, Free, Held, Saved)
         }

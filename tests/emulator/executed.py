@@ -56,9 +56,8 @@ def _server(triton: Path | None) -> tuple[subprocess.Popen[str], IO[str]]:
     """A process that executes cases until its input ends, and what it has logged."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [triton, ROOT, ROOT / "kernels", environment.get("PYTHONPATH")]
-    environment["OMP_NUM_THREADS"] = (
-        "1"  # a case is a fork, in which torch would wait for threads of its parent
-    )
+    # A case is a fork, in which torch would wait for threads of its parent.
+    environment["OMP_NUM_THREADS"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
     command = [sys.executable, "-m", "tests.emulator", "--serve"]
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is closed when this process ends

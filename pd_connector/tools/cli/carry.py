@@ -47,7 +47,6 @@ def run(
             server = CarrierServer(carrier, memory)
             opened.callback(server.close)
             if metrics:
-                # prometheus-client comes with an engine or the router, and only this needs it.
                 from pd_connector.pool.carrier.metrics import CarrierMetrics
                 from pd_connector.tools.cli.metrics_port import MetricsPort
 
@@ -55,8 +54,6 @@ def run(
             sealed = "sealed" if seal.is_on else "not sealed"
             print(f"carrier ready: {memory} and {without_secret(far)}, {sealed}", flush=True)
             ends.get()
-    except ModuleNotFoundError as error:
-        fail(f"--metrics: {error}: pip install prometheus-client")
     except (ConfigError, OSError) as error:
         fail(str(error))
 

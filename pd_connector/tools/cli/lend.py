@@ -110,7 +110,7 @@ def _serve(nbytes: int, far: str, recall_within_s: float, path: Path, metrics: s
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    if metrics:  # prometheus-client comes with an engine or the router, and only this needs it
+    if metrics:
         from pd_connector.pool.lending.metrics import LenderMetrics
         from pd_connector.tools.cli.metrics_port import MetricsPort
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -48,10 +49,20 @@ OfFar = Annotated[
         help="The chunks of the far store that this host's carrier has put or found, instead of those of this host.",
     ),
 ]
+
+
+def _can_answer_prometheus(address: str) -> str:
+    """prometheus-client comes with an engine or the router, and only `--metrics` needs it."""
+    if address and find_spec("prometheus_client") is None:
+        raise typer.BadParameter("needs prometheus-client: pip install prometheus-client")
+    return address
+
+
 Metrics = Annotated[
     str,
     typer.Option(
         metavar="HOST:PORT",
+        callback=_can_answer_prometheus,
         help="Answer Prometheus there, on /metrics. Whoever reaches it can read it.",
         show_default=False,
     ),

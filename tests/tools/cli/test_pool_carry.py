@@ -16,10 +16,11 @@ import pytest
 from support.free_ports import free_ports
 from support.redis_servers import redis_server
 from support.waits import until
+from typer.testing import CliRunner
 
 from pd_connector.pool.settings import SHM_VARIABLE, load, make_above
 from pd_connector.pool.store.local import LocalStore
-from pd_connector.tools.cli import carry
+from pd_connector.tools.cli import carry, pool
 
 COMMAND = [sys.executable, "-m", "pd_connector", "pool"]
 
@@ -58,6 +59,22 @@ def test_what_cannot_be_used_is_refused_by_name(
     assert ended.returncode
     assert found in " ".join((ended.stdout + ended.stderr).split())
     assert "secret" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["carry", "--far", "redis://localhost"],
+        ["lend", "--memory", "64MiB", "--far", "mooncake://h"],
+    ],
+)
+def test_without_prometheus_client_metrics_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(pool, "find_spec", lambda name: None)
+    ended = CliRunner().invoke(pool.app, [*arguments, "--metrics", "127.0.0.1:0"])
+    assert ended.exit_code == 2
+    assert "pip install prometheus-client" in " ".join(ended.output.replace("│", "").split())
 
 
 def test_without_an_engine_it_serves_the_disk_that_engines_have_used(
