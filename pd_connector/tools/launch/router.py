@@ -47,15 +47,16 @@ class RouterProcess(Service):
         return command + self.args
 
     def ready(self) -> bool:
-        if not super().ready():
-            return False
-        if not self.hands_over:
-            return True
+        return super().ready() and (not self.hands_over or self.all_up(disaggregates=True))
+
+    def all_up(self, *, disaggregates: bool = False) -> bool:
+        """Whether it answers, and knows that every engine is up; with `disaggregates` also that it can hand KV over."""
         try:
             state = json.loads(self.client.get("/health", timeout_s=2.0))
         except (HttpError, OSError):
             return False
-        return bool(state["disaggregates"]) and all(e["state"] == "up" for e in state["engines"])
+        hands_over = not disaggregates or bool(state["disaggregates"])
+        return hands_over and all(engine["state"] == "up" for engine in state["engines"])
 
     def phase(self) -> str:
         return "waiting for the engines"

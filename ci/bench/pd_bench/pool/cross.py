@@ -8,7 +8,6 @@ stream of SGLang's.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -105,15 +104,8 @@ class CrossHost:
 
     def wait_for_router(self) -> None:
         """Wait until the router knows that both engines are up. Until then it would have none if the other one died."""
-
-        def all_up() -> bool:
-            try:
-                state = json.loads(self.router.client.get("/health", timeout_s=2.0))
-            except (HttpError, OSError):
-                return False
-            return all(engine["state"] == "up" for engine in state["engines"])
-
-        until(all_up, _STARTS_S, f"the router does not ask both; see {self.router.log_path}")
+        problem = f"the router does not ask both; see {self.router.log_path}"
+        until(self.router.all_up, _STARTS_S, problem)
 
     def counted(self, name: str) -> dict[str, float]:
         """A counter of each engine, since its start."""
