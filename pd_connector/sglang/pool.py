@@ -34,6 +34,7 @@ from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.stored import gathered_bytes
 from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.sglang.hooks import manager_of
 from pd_connector.sglang.pool_chunks import HeldChunk, arranged, planned
 from pd_connector.sglang.pool_prompts import PoolPrompt, chunks_of, salt_of
 from pd_connector.sglang.pool_rank import PoolRank
@@ -117,7 +118,9 @@ class PoolLinker(UnifiedCacheLinker):
             PDConnectorError: the engine is set up for what the pool cannot keep; it does not start then.
         """
         self._cache = scheduler.tree_cache
-        self._rank = PoolRank.of(scheduler, self._pool, self._config, self._ended)
+        self._rank = PoolRank.of(
+            scheduler, self._pool, self._config, self._ended, manager_of(scheduler)
+        )
 
     def arrived(self, req: Any) -> None:
         """A request enters a queue."""
@@ -157,7 +160,9 @@ class PoolLinker(UnifiedCacheLinker):
             yield
             return
         queue = list(scheduler.waiting_queue)
-        rank.prompts.keep_only([req.rid for req in queue])
+        bootstrapping = scheduler.disagg_prefill_bootstrap_queue
+        comes = bootstrapping.queue if bootstrapping is not None else ()
+        rank.prompts.keep_only([req.rid for req in (*queue, *comes)])
         waiting = rank.prompts.settle([req.rid for req in queue], self._agree)
         scheduler.waiting_queue = [req for req in queue if req.rid not in waiting]
         try:

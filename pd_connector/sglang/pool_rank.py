@@ -72,6 +72,7 @@ class RankCache(NamedTuple):
         leads: whether it counts for its engine.
         experts: the model is a mixture of experts.
         advertised_as: the engine's id as its API server knows it; empty: `engine_id`.
+        consumes: prefill engines compute its prompts, and load from the pool. It only saves.
     """
 
     caches: tuple[PagedCache, PagedCache]
@@ -80,6 +81,7 @@ class RankCache(NamedTuple):
     leads: bool = True
     experts: bool = False
     advertised_as: str = ""
+    consumes: bool = False
 
 
 class PoolRank:
@@ -97,6 +99,7 @@ class PoolRank:
         watch: makes what watches the weights, which is given what to tell changes to.
         ended: told of the end of each save and comparison.
         metrics: makes what shows these counts; None for none.
+        telemetry: where to count, if something else shows it.
     """
 
     def __init__(
@@ -109,14 +112,16 @@ class PoolRank:
         watch: Callable[[Callable[[Command], None]], SGLangWeights],
         ended: Callable[[Outcome], None],
         metrics: Callable[[Telemetry], Metrics] | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._store, self._settings = store, settings
+        self._loads = settings.read and not rank.consumes
         self._engine_id, self._leads = rank.engine_id, rank.leads
         self.loads, saves = rank.caches
-        codecs = pool_codecs(config, consumes=False)
+        codecs = pool_codecs(config, consumes=rank.consumes)
         if self.loads.on_host and any(codec != RAW.name for codec in codecs.readable):
             COMPILER.begin()
-        self.telemetry = Telemetry()
+        self.telemetry = telemetry or Telemetry()
         self.facts = facts
         self._root: tuple[ModelFacts | None, bytes] = (None, b"")
         self._advertised = b""
@@ -151,12 +156,18 @@ class PoolRank:
 
     @classmethod
     def of(
-        cls, scheduler: Any, pool: Any, config: Config, ended: Callable[[Outcome], None]
+        cls,
+        scheduler: Any,
+        pool: Any,
+        config: Config,
+        ended: Callable[[Outcome], None],
+        manager: Any = None,
     ) -> "PoolRank":
         """The rank of an SGLang scheduler.
 
         Args:
             pool: SGLang's pool of KV.
+            manager: of this rank's handoffs (`Manager`); None if the engine works alone.
 
         Raises:
             PDConnectorError: the engine is set up for what the pool cannot keep.
@@ -188,6 +199,7 @@ class PoolRank:
             leads=parallel.attn_tp_rank == 0,
             experts=any(getattr(text, name, 0) for name in _EXPERTS),
             advertised_as=_advertised_as(parallel),
+            consumes=scheduler.server_args.disaggregation_mode == "decode",
         )
         loaded, files = loaded_weights(scheduler), loaded_files(scheduler)
         facts = model_facts(scheduler, config, shard, loaded, files)
@@ -198,8 +210,10 @@ class PoolRank:
         def metrics(telemetry: Telemetry) -> Metrics:
             return Metrics(telemetry, global_rank(parallel))
 
-        shows = metrics if scheduler.server_args.enable_metrics else None
-        made = cls(rank, config, *opened, facts, watch, ended, shows)
+        # One agent's metrics are the rank's: those of handoffs show what the pool counts, too.
+        shows = metrics if scheduler.server_args.enable_metrics and manager is None else None
+        telemetry = manager.agent.telemetry if manager is not None else None
+        made = cls(rank, config, *opened, facts, watch, ended, shows, telemetry)
         settings = opened[1]
         logger.info(
             "PDConnector's pool ready: engine %s, %s, reads %s, writes %s",
@@ -296,7 +310,7 @@ class PoolRank:
 
     def reads(self, req: Any) -> bool:
         """Whether chunks of the pool are used for a request. The same on all ranks."""
-        return self._settings.read and self.takes(req) and self.ask(req).read
+        return self._loads and self.takes(req) and self.ask(req).read
 
     @property
     def saves(self) -> bool:

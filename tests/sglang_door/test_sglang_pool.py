@@ -97,6 +97,43 @@ def test_only_what_the_cache_lacks_is_loaded(make: Make, store: LocalStore) -> N
     reader.check(prompt(700), slots)
 
 
+def test_a_prompt_that_waits_for_its_decode_engine_keeps_its_chunks(
+    make: Make, store: LocalStore
+) -> None:
+    """A prefill engine's requests wait first until their decode engine is known."""
+    make().ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    reader = make(write=False)
+    req, other = reader.request(prompt(300)), reader.request(prompt(300))
+    reader.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[req])
+    for each in (req, other):  # the other one has been refused
+        reader.linker.arrived(each)
+    assert reader.schedulable() == []
+    assert [*reader.rank.prompts._prompts] == [req.rid]
+    reader.scheduler.disagg_prefill_bootstrap_queue.queue.clear()
+    reader.scheduler.waiting_queue.append(req)
+    reader.wait(req)
+    assert len(reader.load(req)) == 256
+
+
+def test_a_decode_engine_saves_and_gives_its_pages_back_and_loads_nothing(
+    make: Make, store: LocalStore
+) -> None:
+    engine = make(consumes=True)
+    engine.settle = lambda: None  # type: ignore[method-assign]  # SGLang does not look there
+    engine.compute(engine.request(prompt(300)))
+    until(lambda: stored(store) == 2)
+    until(lambda: engine.linker.num_completed_offloads() == 1)
+    assert len(engine.tree.linker.pending_offloads) == 1, "control: the pages are locked"
+    pool_hooks.decodes(lambda scheduler: None, engine.scheduler)
+    assert engine.tree.linker.pending_offloads == []
+    engine.flush()
+    req = engine.request(prompt(300))
+    engine.arrive(req)
+    assert engine.schedulable() == [req]
+    assert len(engine.load(req)) == 0
+
+
 @pytest.mark.parametrize("what", ["salt", "extra key", "weights", "read", "write"])
 def test_unlike_requests_share_nothing(make: Make, store: LocalStore, what: str) -> None:
     writer = make()
@@ -519,7 +556,7 @@ def test_the_http_server_reports_the_pool_of_its_engine(monkeypatch: pytest.Monk
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"enable_lmcache": True}, "--enable-lmcache"),
         ({"enable_lora": True}, "--enable-lora"),
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-transfer-backend"),
         ({"pp_size": 2}, "--pp-size"),
         ({"nnodes": 2}, "--nnodes"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
