@@ -131,7 +131,7 @@ class PoolLinker(UnifiedCacheLinker):
 
     def _arrived(self, req: Any) -> None:
         rank = self._rank
-        if rank is None or not rank.reads(req):
+        if rank is None or not rank.reads(req) or (apart := rank.apart(req)) is None:
             return
         tokens = array("q", req.origin_input_ids)
         tokens.extend(req.output_ids)
@@ -139,8 +139,7 @@ class PoolLinker(UnifiedCacheLinker):
         if len(usable) < CHUNK_TOKENS:
             return
         computed = self._computed(usable, req)
-        salt = salt_of(req.cache_salt, req.extra_key)
-        rank.prompts.begin(req.rid, usable, salt, computed, rank.model, rank.facts)
+        rank.prompts.begin(req.rid, usable, apart, computed, rank.model, rank.facts)
 
     def _computed(self, tokens: "array[int]", req: Any) -> int:
         """Tokens that SGLang's cache has already."""
@@ -198,7 +197,7 @@ class PoolLinker(UnifiedCacheLinker):
             return
         named = (prompt.settled or 0) * CHUNK_TOKENS
         same = (
-            salt_of(key.cache_salt, key.extra_key) == prompt.salt
+            salt_of(key.cache_salt, key.extra_key, req.lora_id) == prompt.apart.salt
             and key.raw_token_ids()[:named] == prompt.tokens[:named]
         )
         prompt.matched = result.device_prefix_len if same else -1
@@ -390,13 +389,13 @@ class PoolLinker(UnifiedCacheLinker):
         numbers = range(before // CHUNK_TOKENS, len(slots) // CHUNK_TOKENS)
         if not numbers:
             return []
-        if not model or not rank.takes(req):
+        apart = rank.apart(req)
+        if not model or apart is None:
             offload.stored = False
             return []
         tokens = req.full_untruncated_fill_ids[: numbers.stop * CHUNK_TOKENS]
-        salt = salt_of(req.cache_salt, req.extra_key)
         try:
-            chunks = chunks_of(model, tokens, salt, first=numbers.start)
+            chunks = chunks_of(model, tokens, apart, first=numbers.start)
         except OverflowError:
             return []
         pages = (slots[:: self._page_size] // self._page_size).tolist()

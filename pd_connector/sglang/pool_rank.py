@@ -15,6 +15,7 @@ from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.pool_side import accelerator
 from pd_connector.codec import COMPILER
 from pd_connector.config import Config
+from pd_connector.errors import PDConnectorError
 from pd_connector.kv.coding import RAW
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
@@ -28,6 +29,7 @@ from pd_connector.pool.record import Writer
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import FAR, Found, Store
 from pd_connector.pool.trust import WriterTrust
+from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
@@ -39,7 +41,7 @@ from pd_connector.sglang.model import (
     model_facts,
 )
 from pd_connector.sglang.pool_chunks import HeldChunks
-from pd_connector.sglang.pool_prompts import PoolPrompts, chunks_of, salt_of
+from pd_connector.sglang.pool_prompts import Apart, PoolPrompts, chunks_of, salt_of
 from pd_connector.sglang.pool_settings import check_kv_pool, check_model
 from pd_connector.sglang.pool_thread import PoolThread
 from pd_connector.sglang.registry import global_rank
@@ -53,7 +55,6 @@ _BESIDE_TOKENS = (
     "positional_embed_overrides",
     "multi_item_delimiter_indices",
     "multimodal_inputs",
-    "lora_id",
     "session",
 )
 """Attributes of a request whose token ids alone do not say what its KV is."""
@@ -100,6 +101,7 @@ class PoolRank:
         ended: told of the end of each save and comparison.
         metrics: makes what shows these counts; None for none.
         telemetry: where to count, if something else shows it.
+        adapters: that the rank has loaded; None for none.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class PoolRank:
         ended: Callable[[Outcome], None],
         metrics: Callable[[Telemetry], Metrics] | None = None,
         telemetry: Telemetry | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._store, self._settings = store, settings
+        self._adapters = adapters
         self._loads = settings.read and not rank.consumes
         self._engine_id, self._leads = rank.engine_id, rank.leads
         self.loads, saves = rank.caches
@@ -213,7 +217,8 @@ class PoolRank:
         # One agent's metrics are the rank's: those of handoffs show what the pool counts, too.
         shows = metrics if scheduler.server_args.enable_metrics and manager is None else None
         telemetry = manager.agent.telemetry if manager is not None else None
-        made = cls(rank, config, *opened, facts, watch, ended, shows, telemetry)
+        adapters = Adapters(scheduler.tp_worker.model_runner)
+        made = cls(rank, config, *opened, facts, watch, ended, shows, telemetry, adapters)
         settings = opened[1]
         logger.info(
             "PDConnector's pool ready: engine %s, %s, reads %s, writes %s",
@@ -304,13 +309,22 @@ class PoolRank:
             ask = msgspec.structs.replace(ask, tenant="")
         return ask
 
-    def takes(self, req: Any) -> bool:
-        """Whether a request's tokens say what its KV is."""
-        return not any(getattr(req, name, None) is not None for name in _BESIDE_TOKENS)
+    def apart(self, req: Any) -> Apart | None:
+        """What keeps a request's chunks apart from others. None: its tokens and its adapter do not say what its KV is."""
+        if any(getattr(req, name, None) is not None for name in _BESIDE_TOKENS):
+            return None
+        salt = salt_of(req.cache_salt, req.extra_key, req.lora_id)
+        if req.lora_id is None:
+            return Apart(salt)
+        try:
+            return Apart(salt, self._adapters.content(req.lora_id)) if self._adapters else None
+        except PDConnectorError as error:
+            logger.debug("request %s: the pool is not used for it: %s", req.rid, error)
+            return None
 
     def reads(self, req: Any) -> bool:
         """Whether chunks of the pool are used for a request. The same on all ranks."""
-        return self._loads and self.takes(req) and self.ask(req).read
+        return self._loads and self.ask(req).read
 
     @property
     def saves(self) -> bool:
@@ -328,10 +342,9 @@ class PoolRank:
     def over(self, req: Any) -> None:
         """A request has ended: the chunks of its prompt are kept as long as its client wants."""
         ask, model = self.ask(req), self.model
-        if not ask.pin_s or not self._leads or not model or not self.takes(req):
+        if not ask.pin_s or not self._leads or not model or (apart := self.apart(req)) is None:
             return
-        salt = salt_of(req.cache_salt, req.extra_key)
-        keys = [chunk.key for chunk in chunks_of(model, req.origin_input_ids, salt)]
+        keys = [chunk.key for chunk in chunks_of(model, req.origin_input_ids, apart)]
         tenants = 1 + len(self._settings.tenants)
         self.prompts.pins.pin(keys, ask.pin_s, self.tenant(req), tenants)
 

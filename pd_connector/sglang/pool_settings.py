@@ -51,7 +51,6 @@ _WANTED: dict[str, tuple[Any, ...]] = {
     "enable_unified_memory": (False,),
     "enable_kv_cache_sharding": (False,),
     "enable_memory_saver": (False,),
-    "enable_lora": (False, None),
     "speculative_algorithm": (None,),
     "dllm_algorithm": (None,),
     "enable_dp_attention": (False,),

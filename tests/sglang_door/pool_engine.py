@@ -105,6 +105,7 @@ class Engine:
         error: float = 0.0,
         latent: bool = False,
         consumes: bool = False,
+        adapters: Any = None,
     ) -> None:
         self.page_size, self.error = page_size, error
         heads = HEADS // rank[1]
@@ -164,6 +165,7 @@ class Engine:
             facts,
             self.watch.made,  # type: ignore[arg-type]
             self.linker._ended,
+            adapters=adapters,
         )
         self.linker._rank, self.linker._cache = self.rank, self.tree
         if reduce is not None:
@@ -173,11 +175,18 @@ class Engine:
             tree_cache=self.tree, waiting_queue=[], disagg_prefill_bootstrap_queue=None
         )
 
-    def request(self, tokens: Sequence[int], *, salt: str | None = None, **pool: Any) -> Req:
+    def request(
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: str | None = None,
+        lora_id: str | None = None,
+        **pool: Any,
+    ) -> Req:
         custom = {"pool": pool} if pool else None
         sampling = SamplingParams(max_new_tokens=4, custom_params=custom)
         rid = f"r{random.random()}"
-        req = Req(rid, "", array("q", tokens), sampling, cache_salt=salt)
+        req = Req(rid, "", array("q", tokens), sampling, cache_salt=salt, lora_id=lora_id)
         req.refresh_fill_ids()
         return req
 

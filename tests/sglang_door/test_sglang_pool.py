@@ -158,6 +158,38 @@ def test_unlike_requests_share_nothing(make: Make, store: LocalStore, what: str)
         assert reader.ask(prompt(300)) == 256, "control"
 
 
+class _Loaded:
+    """Adapters by SGLang's id."""
+
+    def __init__(self, **contents: str) -> None:
+        self.contents = contents
+
+    def content(self, lora_id: str) -> str:
+        if lora_id not in self.contents:
+            raise PDConnectorError(f"adapter {lora_id} cannot be identified by its content")
+        return self.contents[lora_id]
+
+
+def test_adapters_are_known_by_their_content(make: Make, store: LocalStore) -> None:
+    """SGLang's ids of adapters differ from engine to engine. It appends them to the extra key."""
+    writer = make(adapters=_Loaded(a="content a", b="content b"))
+    reader = make(adapters=_Loaded(b="content a", c="content c"), write=False)
+    for lora_id in ("a", "unknown"):
+        assert writer.ask(prompt(300), lora_id=lora_id) == 0
+    until(lambda: stored(store) == 2)
+    for lora_id, loaded in (("c", 0), ("unknown", 0), (None, 0), ("b", 256)):
+        assert reader.ask(prompt(300), lora_id=lora_id) == loaded
+        reader.flush()
+    assert reader.ask(prompt(300), lora_id="b", salt="mine") == 0
+    req = writer.request(prompt(300), lora_id="a")
+    assert req.extra_key == "a"
+    req.extra_key = "mine" + "a"  # as SGLang makes it of a client's own
+    apart = writer.rank.apart(req)
+    assert apart is not None
+    assert apart.salt == pool_prompts.salt_of(None, "mine")
+    assert apart.adapter == "content a"
+
+
 def test_the_first_prompt_of_a_writer_is_computed_and_compared(
     make: Make, store: LocalStore
 ) -> None:
@@ -191,7 +223,7 @@ def test_an_altered_byte_is_not_loaded_and_what_is_before_it_is(
     writer, reader = make(), make()
     writer.ask(prompt(700))
     until(lambda: stored(store) == 5)
-    chunks = pool_prompts.chunks_of(writer.rank.model, prompt(700), "")
+    chunks = pool_prompts.chunks_of(writer.rank.model, prompt(700), pool_prompts.Apart(""))
     files = (tmp_path / "pool").rglob("data/*")
     (file,) = (path for path in files if chunks[2].key.hex() in path.name)
     data = bytearray(file.read_bytes())
@@ -555,7 +587,6 @@ def test_the_http_server_reports_the_pool_of_its_engine(monkeypatch: pytest.Monk
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"enable_lmcache": True}, "--enable-lmcache"),
-        ({"enable_lora": True}, "--enable-lora"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-transfer-backend"),
         ({"pp_size": 2}, "--pp-size"),
         ({"nnodes": 2}, "--nnodes"),
