@@ -124,8 +124,8 @@ class ConsumerSide:
 
     @property
     def unhurried(self) -> bool:
-        """Whether messages of producers can wait for a moment: no chunk is on its way, and the last messages were answers
-        to heartbeats."""
+        """Whether reading messages of producers can be delayed: no chunk is on its way, and the last messages were
+        answers to heartbeats."""
         return self._keeper.only_pulses and not self._pool.held
 
     @property
