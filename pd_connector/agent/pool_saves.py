@@ -49,7 +49,8 @@ class _Query:
 
     Attributes:
         buffer: for the copy of the chunk.
-        late_s: when the save is given up, in seconds, monotonic. over: whether the save was given up.
+        late_s: when the save is given up, in seconds, monotonic.
+        over: whether the save was given up.
     """
 
     save: Save

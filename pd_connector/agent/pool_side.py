@@ -42,8 +42,9 @@ class PoolSide:
         facts: the model that the engine serves.
         store: keeps the chunks.
         trust: the writers whose chunks this engine uses.
-        writer: this engine's name in records of chunks. codecs: the codecs that this engine uses. parts: number of the
-        engine's ranks.
+        writer: this engine's name in records of chunks.
+        codecs: the codecs that this engine uses.
+        parts: number of the engine's ranks.
         gate: the engine's thread shuts it for requests whose pages must not be touched.
         report: takes every outcome.
         experts: the model is a mixture of experts (`Comparison`).

@@ -43,7 +43,8 @@ class WeightsReader:
         cache: see `kv.weights.fingerprint`.
 
     Attributes:
-        read_bytes: number of bytes read so far. stopped: the result is not needed any more.
+        read_bytes: number of bytes read so far.
+        stopped: the result is not needed any more.
     """
 
     def __init__(self, part: CheckpointFiles, cache: Path | None) -> None:

@@ -51,7 +51,7 @@ class Windows:
         )
 
     def first_wanted(self, prompt_tokens: int) -> tuple[int, ...]:
-        """The first page of each table that a consumer of the prompt may want. The consumer computes the last token
+        """The first page of each table that a consumer of the prompt may need. The consumer computes the last token
         itself."""
         return self.first_kept(prompt_tokens - 1)
 

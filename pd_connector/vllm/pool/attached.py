@@ -30,8 +30,8 @@ _watching: WeakSet[PoolLoads] = WeakSet()
 
 
 def attach(pool: PoolSide, config: "VllmConfig") -> None:
-    """Have vLLM's scheduler compute what loads leave unfilled, and publish events of chunks if it publishes KV events. Its
-    engine can be woken from now on."""
+    """Have vLLM's scheduler compute pages that loads leave unfilled, and publish events of chunks if it publishes KV
+    events. The pool can wake the engine from now on."""
     watch()
     events = config.kv_events_config
     if events is not None and events.enable_kv_cache_events:
