@@ -16,9 +16,9 @@ class ReadPlan(NamedTuple):
 
     Attributes:
         form: the part's runs with the layers that are needed.
-        places: of these layers, in the order of the payload.
+        places: places of these layers, in the order of the payload.
         start: where the reader's buffer begins in the payload.
-        nbytes: of the buffer.
+        nbytes: size of the buffer.
     """
 
     form: tuple[Run, ...]
@@ -28,7 +28,7 @@ class ReadPlan(NamedTuple):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Offset and bytes of each range of the payload that must be read. It belongs at `offset - start` in the
+        """Offset and size of each range of the payload that must be read. A range goes to `offset - start` in the
         buffer."""
         merged: list[tuple[int, int]] = []
         for _, offset, nbytes in self.places:
@@ -40,7 +40,7 @@ class ReadPlan(NamedTuple):
 
 
 def needed_parts(names: Iterable[str], own: Geometry) -> list[str]:
-    """The parts that have something for a rank with this geometry, of all parts of a chunk."""
+    """Those parts of a chunk that have layers or heads for a rank with this geometry."""
     needed = []
     for name in names:
         shard = part_shard(name)

@@ -38,7 +38,7 @@ def describe(cache: PagedCache, codec: AtRest = "raw") -> Form:
     """What this rank's part of a whole chunk looks like at rest. Empty if ranks with the same heads write all layers.
 
     Args:
-        codec: of all layers that it makes smaller. Other layers stay raw.
+        codec: the codec of all layers that it makes smaller. Other layers stay raw.
 
     Raises:
         UnsupportedGeometryError: the pool cannot keep chunks of this cache.

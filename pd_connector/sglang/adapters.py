@@ -93,10 +93,10 @@ def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> 
 
 
 def _content(path: str, files: AdapterFiles | None) -> str:
-    """Fingerprint of an adapter that was loaded from this path.
+    """Fingerprint of the content of an adapter that was loaded from this path.
 
     Args:
-        files: that were there before the load. None: SGLang has downloaded them.
+        files: the files as they were before the load. None: SGLang has downloaded them.
     """
     if files is not None:
         if files.exchanged:

@@ -60,7 +60,7 @@ class Manager(BaseKVManager):
     Attributes:
         rank: what the rank's requests share.
         agent: of this rank.
-        weights: watches those that the model has.
+        weights: watches the model's weights.
         prefill_info_table: prefill engines by address, in SGLang's terms: it looks there whether an
             engine is known, and how many data-parallel ranks it has.
     """
@@ -224,8 +224,7 @@ class Manager(BaseKVManager):
     def teardown(self) -> None:
         """SGLang changes the engine's side, and makes another manager. The scheduler is idle.
 
-        Sockets, threads and memory of this manager are given back. What is known of the weights stays: the next
-        manager tells it.
+        Frees the sockets, threads and memory of this manager. The weights' fingerprint is kept for the next manager.
         """
         if self._streaming is not None:
             self._streaming.close()
@@ -258,8 +257,8 @@ class Manager(BaseKVManager):
         register(self.kv_args, self._config.host, self.agent.port)
 
     def describe(self) -> dict[str, Any]:
-        """The state that this engine reports: its side, which `/pd_role_switch` changes, what it is, and where a prefill
-        engine is. A router needs the address to name it to a decode engine of another kind."""
+        """The state that this engine reports: its side, which `/pd_role_switch` changes, its description, and a prefill
+        engine's address. A router needs the address to name it to a decode engine of another kind."""
         side = "prefill" if self._produces else "decode"
         address = self._address.fields() if self._produces else {}
         return {"side": side, **address, **about.written(self.weights.facts)}
@@ -332,6 +331,6 @@ class Manager(BaseKVManager):
     def resume(
         self, body: dict[str, Any], address: str, server: PrefillServer | None
     ) -> SecondPrefill | None:
-        """Have the prefill engine at this address compute the prompt of a retracted request, and the answer so far. One rank asks
-        for all; None at the others."""
+        """Have the prefill engine at this address compute the prompt of a retracted request, and its answer so far. One
+        rank sends the request for all ranks; the others return None."""
         return self._second_prefills.send(body, address, server) if self.rank.leads else None

@@ -58,7 +58,7 @@ class CarrierLink:
     """Any thread may use it. Connections are made when they are needed.
 
     Args:
-        folder: of the memory tier.
+        folder: the memory tier's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,14 +118,14 @@ class CarrierLink:
             self._give_back(channel)
 
     def status(self, within_s: float = 2.0) -> Status | None:
-        """How the carrier is; None without one, or if it does not answer in time."""
+        """The carrier's status; None without a carrier, or if it does not answer in time."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             answer = self._request(Ask(), within_s, within_s)
             return answer if isinstance(answer, Status) else None
         return None
 
     def check(self, key: bytes, *, removes: bool) -> Checked:
-        """Have a chunk of the far store read and checked, for people.
+        """Have a chunk of the far store read and checked, for `pd-connector` commands.
 
         Args:
             removes: remove it there if it is damaged.
@@ -137,8 +137,8 @@ class CarrierLink:
         return answer if isinstance(answer, Checked) else Checked(0, silent="an answer to another")
 
     def far_page(self, after: int, within_s: float = 1.0) -> FarPage | None:
-        """A page of what the far store has, as far as this host's carrier knows; None without a carrier, or if it does not answer
-        in time."""
+        """A page of the far store's contents, as far as this host's carrier knows; None without a carrier, or if it
+        does not answer in time."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             answer = self._request(AskFar(after), within_s, within_s)
             return answer if isinstance(answer, FarPage) else None
@@ -247,7 +247,8 @@ class CarrierLink:
 
 
 def _is_over(channel: socket.socket) -> bool:
-    """Whether the other side has hung up: nothing is ever sent that was not asked for."""
+    """Whether the carrier has closed the connection. It only sends answers, so readable data without a request means
+    that."""
     channel.setblocking(False)
     try:
         channel.recv(1, socket.MSG_PEEK)

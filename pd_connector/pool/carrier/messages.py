@@ -81,7 +81,7 @@ class FarPage(msgspec.Struct, frozen=True, tag="page"):
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check"):
-    """Is a chunk of the far store sound? It is read, and not kept here. Answered by `Checked`."""
+    """Read a chunk of the far store and verify it, without keeping it here. Answered by `Checked`."""
 
     key: Key
     remove: bool = False

@@ -267,7 +267,7 @@ class Catalog:
         return CatalogError(self._damage(f"the catalog is damaged: {error}"))
 
     def _overdue(self) -> bool:
-        """Asked by SQLite now and then: whether it must end what it does."""
+        """Called by SQLite now and then; returns whether it must abort the running statement."""
         return time.monotonic() > self._ends
 
     def _disconnect(self) -> None:

@@ -10,8 +10,8 @@ _MOST_COMPUTED = 1 << 20
 class BeforeReset:
     """Used by two threads: the look-up thread begins, ends and reads it; the scheduler's thread adds computed chunks.
 
-    What other hosts had at the reset cannot be listed, and may come to this host later. If there are other hosts, every chunk counts as
-    from before the reset unless this engine has computed it since.
+    Chunks that other hosts had at the reset cannot be listed, and can come to this host later. If there are other
+    hosts, every chunk counts as from before the reset unless this engine has computed it since.
     """
 
     def __init__(self) -> None:
