@@ -298,11 +298,11 @@ class Manager(BaseKVManager):
     def compute_again(
         self, req: Any, address: str, cause: Cause, rest: dict[str, Any] | None = None
     ) -> SecondPrefill | None:
-        """Have the prefill engine at this address compute a request's prompt once more; None where
-        that is not wanted, or not possible.
+        """Have the prefill engine at this address compute a request's prompt once more; None if the config forbids it,
+        or it is not possible.
 
-        With several ranks it is not: each meets failures of its own, and all would have to go over to
-        the second attempt together.
+        It is not possible with several ranks: each rank has failures of its own, but all would have to switch to the
+        second attempt together.
 
         Args:
             rest: SGLang's own body for a request that it has retracted.

@@ -70,8 +70,8 @@ _WANTED: dict[str, tuple[Any, ...]] = {
 
 
 def check_arguments(server_args: Any) -> None:
-    """Raises ConfigError if an argument cannot be combined with a pool, and names it. SGLang would say some of it later, of
-    arguments that nobody has typed."""
+    """Raises ConfigError if an argument cannot be combined with a pool, and names the argument. SGLang would report
+    some of these later, but name arguments that the operator has not typed."""
     for name, supported in _WANTED.items():
         value = getattr(server_args, name, supported[0])
         if value not in supported:

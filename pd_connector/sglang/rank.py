@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the requests of one rank share: its agent and what the agent reports, SGLang's buffers, and the pages of its pool."""
+"""Objects that the requests of one rank share: its agent and the agent's reports, SGLang's buffers, and the pages of
+its pool."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ class PoolPages:
         size: tokens of a page.
         limit: the first number above those of the pool's pages.
         windows: whether there are layers with a sliding window. Their pages have numbers of their own.
-        slots: of the pool of recurrent states; 0: the model has none.
+        slots: number of slots of the pool of recurrent states; 0: the model has none.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class PoolPages:
     def tables(
         self, pages: Sequence[int], state: tuple[int, ...] = ()
     ) -> tuple[tuple[int, ...], ...]:
-        """A request's pages by page table. The pages of layers with a sliding window are found by the others; -1 if
-        SGLang has given a page back that the window has passed.
+        """A request's pages by page table. Pages of layers with a sliding window are translated from the other pages;
+        -1 for pages that SGLang has freed because the window has passed them.
 
         Args:
             state: its slot (`state_slot`), once its states are computed.
@@ -132,7 +133,7 @@ class Rank:
         offers_early: whether KV of a prompt is sent before all of it is computed (config key `overlap`).
         leads: whether this is the first of the ranks that have parts of the same requests.
         vocabulary: size of the model's vocabulary, the first number that is not a token.
-        drafted: tokens of a first draft, if the engine drafts (speculative decoding); 0: it does not.
+        drafted: number of tokens of a first draft; 0: the engine does not draft (no speculative decoding).
         draft_vocabulary: size of the draft model's vocabulary, if the engine drafts.
     """
 

@@ -196,7 +196,7 @@ class Store(ABC):
 
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
-        """Which chunks of a chain are there, as many as keys.
+        """Look up a chain's chunks; returns a hit or None for each key.
 
         The chunks found count as used now. Takes about 2 us a key, and never waits. Files are not opened: `pin` does.
 

@@ -86,7 +86,7 @@ def write_leaving(catalog: sqlite3.Connection, evicted: Iterable[Evicted], owner
 
 
 def complete(catalog: sqlite3.Connection, part: Part) -> Entry | str:
-    """A part is whole; returns the entry of its chunk if that is whole now.
+    """Note that a part is whole. Returns its chunk's entry if the chunk is whole now.
 
     Returns:
         Otherwise "waiting", if other parts are still missing, or "" if the catalog no longer knows the part.

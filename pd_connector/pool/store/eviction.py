@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunk gives way to which: reservations, pins, quotas. Each function runs within a transaction and touches no file.
+"""Decides which chunks are evicted for which: reservations, pins, quotas. Each function runs within a transaction and
+touches no file.
 
-The chunk that was used longest ago goes first, the end of a chain before what it follows: without its parent, no look-up would
-find it. A tenant's quota is the budget divided by the tenants that have anything in the tier. A tenant within its quota takes
-room from those above theirs, and not from itself: else its old chunks would make room for its new ones, and it would never
-reach its quota beside a tenant that uses its chunks more often.
+The least recently used chunk goes first, and a child before its parent, because no look-up finds a chunk without its
+parent. A tenant's quota is the budget divided by the number of tenants with chunks in the tier. A tenant within its
+quota takes room from tenants above theirs, not from itself. Otherwise its new chunks would replace its own old chunks,
+and it would never reach its quota beside a tenant that uses its chunks more often.
 """
 
 import sqlite3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folders and catalog of a store, and what is done with both: how chunks come in, and how they go.
+"""The folders and catalog of a store, and the operations on both: adding and removing chunks.
 
 The order of steps makes it safe to stop between any two. Coming in: the row in the catalog, the file, its bytes, the file among
 the whole ones, the chunk's row, its entry. Going: the row, the entry, the files, the note that they go.
