@@ -2,5 +2,5 @@
 """What the two sides say to each other, and the two state machines that decide what is said.
 
 - `wire/`: what is said. `producing/` and `consuming/`: the state machines. They do not know each other.
-- `deadlines` is what both need besides.
+- Both also use `deadlines`.
 """

@@ -44,7 +44,7 @@ class Offer(NamedTuple):
 
         Args:
             routes: along which it would pass.
-            slot_bytes: of a send slot.
+            slot_bytes: size of a send slot.
         """
         if message.identity != self.identity:
             return Cause.TOKENS, "the pages belong to other tokens, images, salt or adapter"
@@ -60,8 +60,8 @@ class Offer(NamedTuple):
     def late_problem(
         self, message: messages.Open, routes: Sequence[Route]
     ) -> tuple[Cause, str] | None:
-        """What a later offer of the same prompt may not fit any more, as (cause, detail); or None. Its states do not stand where
-        the consumer wants them, or it shows nothing by comparison."""
+        """Why a later offer of the same prompt does not fit the consumer's `Open` any more, as (cause, detail), or
+        None: its states are at another position than the consumer needs, or its KV is not fit for a comparison."""
         if message.compares is True and self.approximated:
             return Cause.WINDOW, "the engine replayed a window behind a prefix hit: not compared"
         needed = message.state_token or 0
@@ -104,7 +104,7 @@ class OutgoingChunk:
         identity: fingerprint of the tokens whose KV it is.
         slot: the consumer's landing slot, granted for this chunk.
         direct: the consumer may read the chunk in the leased pages.
-        early: the prefill of what this consumer asked for has not ended.
+        early: whether the prefill of the tokens that this consumer fetches has not ended.
         send_slot: the producer's send slot with the payload; None if it is sent or read from its pages.
         nbytes: bytes of the payload.
         checksum: of the payload; empty if the transport verifies every byte.

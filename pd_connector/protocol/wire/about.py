@@ -56,7 +56,7 @@ def read(params: object) -> About:
 
 
 def apart(ours: About, theirs: About) -> bool | None:
-    """Whether two engines have no common schema: True if ours is older, False if theirs is older. None: they have one."""
+    """None if two engines have a common schema. Otherwise True if ours is older, False if theirs is older."""
     if ours.newest < theirs.oldest:
         return True
     return False if theirs.newest < ours.oldest else None

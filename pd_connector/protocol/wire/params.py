@@ -125,7 +125,8 @@ class ProducerAddress(NamedTuple):
         return self.peers[0].source.port
 
     def same_place(self, other: "ProducerAddress") -> bool:
-        """Whether both are the same address. Other fields can differ: only an answer to `describe` has them all."""
+        """Whether host, port and engine are the same. Other fields can differ: only an answer to `describe` has all
+        fields."""
         return self[:3] == other[:3]
 
     def fields(self) -> dict[str, Any]:
@@ -264,8 +265,8 @@ def response(
         address: of this engine.
         transfer: the name of the KV.
         pages: page ids by page table.
-        tokens: tokens of the prompt.
-        push: the proxy can send both requests of the next prompt at once. Only a proxy that names the KV itself can do
+        tokens: number of tokens of the prompt. push: the proxy can send both requests of the next prompt at once. Only
+            a proxy that names the KV itself can do
             that. vllm-router does not name it, and drops our name if it sees `push`.
     """
     fields = address.fields()

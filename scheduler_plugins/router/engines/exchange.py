@@ -226,7 +226,7 @@ async def exchange(
     first byte, `companion` is checked as well.
 
     Args:
-        elsewhere: whether another engine can answer, so that nothing is lost if this engine is given up.
+        elsewhere: returns whether another engine can answer, so that nothing is lost if this engine is given up.
         expected_s: predicted time to the first byte; 0: not known.
 
     Raises:

@@ -261,7 +261,7 @@ class EngineWatch:
         self._asking = asyncio.create_task(ask(), name=f"address of {engine.url}")
 
     def identify_again(self) -> None:
-        """Ask the engine for its side once more: a change of it may have gone half way."""
+        """Ask the engine for its side once more, because a change of its side may have been interrupted."""
         self._unsure = True
         self.wake.set()
 

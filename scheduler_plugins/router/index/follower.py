@@ -209,7 +209,7 @@ class EventFollower:
                 events.disable_monitor()
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Note whether the publisher is connected, and log it if it is not for a while."""
+        """Note whether the publisher is connected; log it if it has not been connected for a while."""
         self.reached, logged = None, False
         last = asyncio.get_running_loop().time()
         while True:

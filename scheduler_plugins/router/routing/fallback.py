@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live router's policy. What a policy does wrong costs its own decision only: the default policy decides instead."""
+"""The live router's policy. If the named policy fails, or its decision cannot be followed, the default policy decides
+instead."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the workers of a router, starts those that end again, and ends all. It serves no client and watches no engine.
+"""Starts the workers of a router, restarts workers that end, and ends all. It serves no client and watches no engine.
 
 Workers are forks, so they share the memory of the code, and start at once. The supervisor therefore has no event loop
 and no thread.
@@ -129,7 +129,7 @@ class Supervisor:
         return True
 
     def keep(self, ends: set[signal.Signals]) -> None:
-        """Start workers that end again, until a signal ends the router."""
+        """Restart workers that end, until a signal ends the router."""
         while True:
             due = [worker.due_s for worker in self.workers if worker.process is None]
             wait_s = max(0.0, min(due) - time.monotonic()) if due else None

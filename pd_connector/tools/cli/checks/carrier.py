@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The carrier of a host: whether a command for it can work, and what the one that runs has found."""
+"""Checks of a host's carrier: whether a command that starts one can work, and which problems the running carrier
+reports."""
 
 import os
 import re
