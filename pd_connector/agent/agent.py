@@ -105,7 +105,7 @@ class Agent:
         cache: the rank's pages. Only the agent's thread touches them, never a peer.
         produces: serve consumers.
         consumes: fetch from producers.
-        shards: of all ranks of this engine, this one included; by default only this one.
+        shards: shards of all ranks of this engine, this one included; by default only this one.
         tells: the data that this engine sends with final offers besides KV (`protocol.wire.final_token`).
         needs: the data that this engine needs besides KV. A load ends only after this data has come.
         late_revokes: the engine can overwrite pages before it takes them back (`take_back` or `submit`), but not before

@@ -180,7 +180,7 @@ class Loop:
         ranks: returns all ranks of this engine that it has introduced.
         produces: serve consumers.
         consumes: fetch from producers.
-        shards: of all ranks of this engine, this one included.
+        shards: shards of all ranks of this engine, this one included.
         audits: results of audits; None if producers need not pass one.
         port: control port to listen on; 0: that of the config.
         wrap: wraps each transport, for tests.

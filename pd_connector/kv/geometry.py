@@ -246,7 +246,7 @@ def state_group(layers: Layers, sections: tuple[Section, ...], table: int = 0) -
 
     Args:
         layers: those that this rank holds, ascending. Their states are alike.
-        sections: of the state of one layer, in the whole model.
+        sections: sections of the state of one layer, in the whole model.
         table: see `Group`.
 
     >>> gdn = state_group((0, 1, 2), (

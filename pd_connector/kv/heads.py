@@ -30,7 +30,7 @@ def total_heads(layer: str, own: int, ranks: int, named: Collection[int]) -> int
     Args:
         layer: its name, for messages.
         own: heads that each rank holds.
-        ranks: of the tensor-parallel group.
+        ranks: number of ranks of the tensor-parallel group.
         named: from `named_heads` of the layer's modules.
 
     Raises:

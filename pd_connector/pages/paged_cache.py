@@ -40,7 +40,7 @@ class PagedCache:
     """The cache of one rank. One thread gathers and scatters.
 
     Attributes:
-        last_checksum: of the payload that the last `gather` wrote or the last `scatter` read, if a kernel has
+        last_checksum: checksum of the payload that the last `gather` wrote or the last `scatter` read, if a kernel has
             computed it; None if the caller has to.
         passed: the coarsest codec of all KV that was written into this cache. KV computed from it has the same error.
 

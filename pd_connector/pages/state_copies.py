@@ -26,7 +26,7 @@ def gather_states(
     """Fill a payload, uint8 `[chunk.nbytes(route)]`. On a GPU copies may still run when the call returns.
 
     Args:
-        states: of the source, by layer.
+        states: states of the source, by layer.
         pages: the one page of the request.
 
     Raises:

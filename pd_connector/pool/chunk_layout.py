@@ -74,7 +74,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         planes: of each layer; none for a page in wire order, and for a coded run.
         key: K, or the latent; None for a coded run.
         value: V; None for a latent, for pages whose dtype is not known, and for a coded run.
-        codec: of the bytes.
+        codec: codec of the bytes.
     """
 
     layers: Layers
@@ -142,7 +142,7 @@ def places(form: Sequence[Run], geometry: Geometry) -> list[Place]:
     """Where each layer lies in the payload.
 
     Args:
-        geometry: of the writer.
+        geometry: geometry of the writer.
     """
     layer_places: list[Place] = []
     offset = 0
@@ -258,7 +258,7 @@ def at_rest(run: Run, geometry: Geometry) -> Geometry:
     tokens from its first one on.
 
     Args:
-        geometry: of the writer.
+        geometry: geometry of the writer.
     """
     group = group_of(geometry, run.layers[0])
     assert group is not None

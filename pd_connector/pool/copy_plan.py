@@ -146,9 +146,9 @@ def plan_save(
 
     Args:
         form: from `stored.describe`, of whole chunks.
-        geometry: of the rank's cache.
+        geometry: geometry of the rank's cache.
         tables: the request's pages, by table.
-        number: of the chunk.
+        number: number of the chunk.
     """
     if not form:
         return SavePlan((), 0, ())
@@ -199,7 +199,7 @@ class LoadPiece(NamedTuple):
 
     Attributes:
         part: index of the part among the parts that are read.
-        run: of the part's `ReadPlan.form`.
+        run: run of the part's `ReadPlan.form`.
         route: from the run, as a cache, to the reader's cache.
         chunk: its tokens count from the prompt's beginning.
         pages: own pages of the chunk; all of them can be written.
@@ -228,7 +228,7 @@ def plan_load(
         parts: the writer's geometry, and what is needed of it, for each of `needed_parts`.
         own: as for `need`.
         tables: own pages of the request, by table; -1: must not be written.
-        number: of the chunk.
+        number: number of the chunk.
         first_token, stop_token: the tokens of the prompt that are loaded, of this chunk and of others. A window ends at
             `stop_token`.
 
@@ -288,8 +288,8 @@ def _load_pieces(
 
 @functools.lru_cache(maxsize=512)
 def _routes(run: Run, geometry: Geometry, own: Geometry) -> tuple[Route, ...]:
-    """From a run at rest to a reader's cache. A coded run passes in its own codec, whatever the reader would ask a
-    producer for.
+    """From a run at rest to a reader's cache. A coded run passes in its own codec, even if the reader would choose
+    another codec in a handoff.
 
     Raises:
         PoolError: KV cannot pass between the two.

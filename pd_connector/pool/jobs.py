@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine asks of its ranks' pools: to save a chunk, or to fill pages from chunks."""
+"""An engine's commands to its ranks' pools: save a chunk, or fill pages from chunks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -124,7 +124,7 @@ def extend(
     Args:
         parent: key of the chunk before `first_chunk`, or the root if that is 0.
         tokens: ids of the prompt from chunk `first_chunk` on.
-        inputs: of the whole prompt, in any order.
+        inputs: inputs of the whole prompt, in any order.
 
     Raises:
         OverflowError: a token id has more than 32 bits.

@@ -27,10 +27,10 @@ class ReadPart(NamedTuple):
     """A part whose bytes are verified.
 
     Attributes:
-        geometry: of its writer.
+        geometry: geometry of its writer.
         need: the part of it that was read.
         data: `need.nbytes` bytes.
-        engine_id: of its writer.
+        engine_id: engine id of its writer.
         writer: from `trust.writer_of`.
         codec: the coarsest codec in which its KV may have passed.
     """
@@ -75,7 +75,7 @@ class Loader:
     """Any thread may use it.
 
     Args:
-        geometry: of the rank's cache.
+        geometry: geometry of the rank's cache.
         codecs: this engine uses only KV that has passed in these codecs.
     """
 

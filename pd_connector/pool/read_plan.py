@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader's rank needs of the parts of a chunk. Pure functions."""
+"""Plans the bytes of a chunk's parts that a reader's rank needs. Pure functions."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from pd_connector.pool.part_names import part_shard
 
 
 class ReadPlan(NamedTuple):
-    """What a reader's rank needs of one part.
+    """The bytes of one part that a reader's rank needs.
 
     Attributes:
         form: the part's runs with the layers that are needed.
@@ -59,7 +59,7 @@ def _has_of(shard: Shard, own: Geometry, group: Group) -> bool:
 
 
 def need(form: Sequence[Run], geometry: Geometry, own: Geometry) -> ReadPlan | None:
-    """What a rank with the geometry `own` needs of a part; None if that is nothing.
+    """The bytes of a part that a rank with the geometry `own` needs; None if it needs nothing.
 
     Args:
         form, geometry: of the part's record.

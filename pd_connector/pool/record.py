@@ -53,7 +53,7 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         engine: name and version of the engine, and its accelerator, such as `vllm 0.32.0 on cpu`: other hosts may have another.
-        engine_id: of this connector.
+        engine_id: engine id of this connector.
         codec: the coarsest codec in which the KV may have passed, including its codec at rest; `raw` if it was never
             coded.
     """
@@ -67,7 +67,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a part holds.
 
     Attributes:
-        key: of the chunk (`keys.link`).
+        key: key of the chunk (`keys.link`).
         parent: key of the chunk before it, or the root.
         number: place of the chunk in its prompts, from 0.
         tokens: ids of its tokens (`keys.token_bytes`).
@@ -131,7 +131,7 @@ def payload_problem(
     """What is wrong with the bytes of these layers; empty if they match the record's sums.
 
     Args:
-        needed: of `places(record.form, ...)`, such as `ReadPlan.places`.
+        needed: some of `places(record.form, ...)`, such as `ReadPlan.places`.
         buffer: the payload from byte `start` on.
     """
     sums = {each.layer: each.sum for each in record.layers}

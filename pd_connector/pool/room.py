@@ -89,7 +89,8 @@ def _available() -> int:
 
 
 def _cgroup_room() -> int:
-    """Bytes that the limits of this process's cgroups leave. What the kernel can drop at once counts as left."""
+    """Bytes that the limits of this process's cgroups leave. Memory that the kernel can drop at once (caches) counts as
+    free."""
     least = _UNLIMITED
     for folder, limit, usage in _cgroups():
         most, used = _number(folder / limit), _number(folder / usage)

@@ -15,7 +15,7 @@ SAVED = "saved"
 
 
 class WantedPart:
-    """A part that the store wants. It has room there until `write` or `cancel` has been called."""
+    """A part that the store takes. It has room there until `write` or `cancel` has been called."""
 
     def __init__(self, record: Record, writing: Writing) -> None:
         self._record = record
@@ -48,7 +48,7 @@ class Saver:
     read it, and the others read its successor as well.
 
     Args:
-        geometry: of the rank's cache.
+        geometry: geometry of the rank's cache.
         writer: the writer that every record names.
         parts: number of ranks of the engine; each writes a part of every chunk.
     """

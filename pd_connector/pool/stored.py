@@ -179,8 +179,8 @@ def open_run(run: Run, geometry: Geometry, needed: ReadPlan, buffer: Buffer) -> 
     """A run at rest as a cache, on the host.
 
     Args:
-        run: of `needed.form`.
-        geometry: of the writer.
+        run: run of `needed.form`.
+        geometry: geometry of the writer.
         buffer: `needed.nbytes` bytes; not copied.
 
     Raises:

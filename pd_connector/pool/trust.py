@@ -55,7 +55,7 @@ class WriterTrust:
         """Why a part must not be used; None if it may be.
 
         Args:
-            engine_id: of the record.
+            engine_id: engine id of the record.
             writer: from `writer_of`.
         """
         if why := self._distrusted.get(writer):

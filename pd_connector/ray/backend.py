@@ -173,8 +173,8 @@ class PDConnectorBackend(BaseConnectorBackend):
         return shaped
 
     def _producer_for(self, request: Any, peer: Mapping[str, Any] | None) -> ProducerAddress | None:
-        """The place to fetch this request's KV from. None: the decode engine computes the prompt. Ray's own
-        decode server asks for every request, even if one transfer cannot carry it."""
+        """The address to fetch this request's KV from. None: the decode engine computes the prompt. Ray's own decode
+        server calls this for every request, even if one transfer cannot carry it."""
         return self.address_of(peer) if why_alone(request) is None else None
 
     def address_of(self, peer: Mapping[str, Any] | None) -> ProducerAddress | None:

@@ -77,7 +77,7 @@ def describe_cache(
         named: for each layer the numbers of KV heads in the whole model that its modules name.
         shard: the part of the model that this rank holds.
         sliding_window: tokens before a token that layers with a window see, as SGLang counts them.
-        scales: of an FP8 pool; 1 for a layer without an entry.
+        scales: scales of an FP8 pool; 1 for a layer without an entry.
         parts: parts of the convolutions of recurrent layers (`states.state_parts`).
         draft: the draft model's pool; None: the engine does not draft.
 

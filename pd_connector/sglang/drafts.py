@@ -39,7 +39,7 @@ class Drafts(NamedTuple):
         runner: SGLang's `ModelRunner`.
         tokens: number of tokens of a first draft.
         vocabulary: size of the draft model's vocabulary: the first number that is not a token of a first draft.
-        form: of first drafts (`protocol.wire.final_token.draft_form`).
+        form: form of first drafts (`protocol.wire.final_token.draft_form`).
     """
 
     cache: DraftPool

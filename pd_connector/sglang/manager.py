@@ -59,7 +59,7 @@ class Manager(BaseKVManager):
 
     Attributes:
         rank: what the rank's requests share.
-        agent: of this rank.
+        agent: agent of this rank.
         weights: watches the model's weights.
         prefill_info_table: prefill engines by address, in SGLang's terms: it looks there whether an
             engine is known, and how many data-parallel ranks it has.
@@ -324,7 +324,7 @@ class Manager(BaseKVManager):
         self._engines.forget(address)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
-        """SGLang wants a prompt computed again by the prefill engine, because its weights have changed
+        """SGLang needs a prompt computed again by the prefill engine, because its weights have changed
         (`pause_generation` with mode `retract`)."""
         kv_receiver.compute_again(payload)
 

@@ -51,7 +51,7 @@ class Metrics:
     """The series of one rank. A thread of their own updates them once a second.
 
     Args:
-        telemetry: of the rank's agent.
+        telemetry: telemetry of the rank's agent.
         rank: number of the rank in its engine.
     """
 

@@ -79,7 +79,8 @@ def chunks_of(
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None, lora_id: str | None = None) -> str:
-    """The salt of a request's chunks. With a cache salt alone, it is that of vLLM's requests.
+    """The salt of a request's chunks. If the request has only a cache salt, vLLM computes the same salt, so both
+    engines share chunks.
 
     Args:
         lora_id: SGLang's id of the request's adapter, which it appends to the key. It differs from process to process.
@@ -185,7 +186,8 @@ class PoolPrompts:
         Args:
             tokens: the prompt's tokens that may be loaded.
             computed: number of these tokens that are in the radix cache.
-            model: empty: the weights are not known, so nothing is read. The other ranks may know them.
+            model: `keys.model_root` of the weights; empty: not known, so nothing is read. The other ranks may know
+                them.
         """
         self.release(rid)
         first = computed // CHUNK_TOKENS

@@ -171,7 +171,7 @@ class PoolRank:
 
         Args:
             pool: SGLang's pool of KV.
-            manager: of this rank's handoffs (`Manager`); None if the engine works alone.
+            manager: manager of this rank's handoffs (`Manager`); None if the engine works alone.
 
         Raises:
             PDConnectorError: the engine is set up for what the pool cannot keep.

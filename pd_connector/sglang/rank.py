@@ -124,11 +124,11 @@ class Rank:
     """Used by the scheduler's thread.
 
     Attributes:
-        agent: of this rank.
+        agent: agent of this rank.
         admission: which requests enter SGLang's queues.
         outcomes: what the agent has reported of requests.
         buffers: SGLang's metadata buffers.
-        pages: of SGLang's pool.
+        pages: pages of SGLang's pool.
         produces: whether this is a prefill engine.
         offers_early: whether KV of a prompt is sent before all of it is computed (config key `overlap`).
         leads: whether this is the first of the ranks that have parts of the same requests.
@@ -166,7 +166,7 @@ class Rank:
         self._adapters = adapters
 
     def identity(self, req: Any, tokens: Sequence[int]) -> bytes:
-        """What the KV of these tokens of a request depends on.
+        """Fingerprint of everything that KV of these tokens of a request depends on.
 
         Raises:
             PDConnectorError: its adapter cannot be identified by its content.
@@ -175,7 +175,7 @@ class Rank:
 
     @staticmethod
     def request_name(rid: str, room: int) -> str:
-        """What the agent calls a request: SGLang's own ids may come twice."""
+        """The agent's name for a request. It is not SGLang's own id, because that may come twice."""
         return f"{room}/{rid}"
 
     def refused(self, req: Any) -> None:

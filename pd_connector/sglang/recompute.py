@@ -139,7 +139,7 @@ class SecondPrefills:
         """Have the prompt of this body for SGLang's `/generate` computed.
 
         Args:
-            server: of a vLLM engine; None: it is SGLang's, and its registry names it.
+            server: server of a vLLM engine; None: it is SGLang's, and its registry names it.
         """
         answer = self._threads.submit(self._ask, address, body, server)
         return SecondPrefill(body["bootstrap_room"], answer)

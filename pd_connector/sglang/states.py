@@ -65,7 +65,7 @@ def describe_states(
 
     Args:
         pool: SGLang's `MambaPool`.
-        parts: of its convolutions (`state_parts`).
+        parts: parts of its convolutions (`state_parts`).
         table: the page table that lists a request's slot.
         attends: layers that have KV.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of models: which models hand over with which engine, and why others do not; for `pd-connector doctor MODEL` and
-docs/models.md. It depends on the caches that a model has, which its engine reports when it starts."""
+docs/models.md. Whether a model hands over depends on its caches, which the engine reports when it starts."""
 
 from collections.abc import Iterable
 from enum import StrEnum

@@ -32,7 +32,7 @@ class TransportParts(NamedTuple):
     Attributes:
         context: the ZeroMQ context of all sockets of this agent.
         config: the engine's settings; `config.permits` says which hosts may be bound and dialled.
-        keys: of the control channel; None without a key.
+        keys: keys of the control channel; None without a key.
         buffers: the slabs that chunks are gathered into and land in, and their pins.
     """
 

@@ -90,7 +90,7 @@ def _engines_here(args: "EngineArgs") -> int:
 
 
 def _free(host: str, address: str, ports: range, key: str) -> float:
-    """How many of these ports are free; the system chooses as many as are wanted."""
+    """How many of these ports are free; infinite if the system chooses the ports."""
     free = 0
     with ExitStack() as held:
         for port in ports:

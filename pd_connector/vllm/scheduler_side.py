@@ -258,7 +258,7 @@ class SchedulerSide:
             self._commands += part.reported(activity)
 
     def stats(self) -> PDStats | None:
-        """What was counted here since the last call, and the ranks' gauges if one has changed."""
+        """The counts of this side since the last call, and the ranks' gauges if a gauge has changed."""
         return PDStats.of(self.telemetry, self._gauges.changed())
 
     @property

@@ -66,7 +66,7 @@ def describe_states(
         spec: shapes and dtypes of the state's tensors on this rank.
         tensor: the layer's cache as vLLM registers it, int8 `[page, 1, 1, bytes]`; pages may be padded.
         module: the layer. Its attributes say what the shapes cannot.
-        ranks: of the tensor-parallel group.
+        ranks: number of ranks of the tensor-parallel group.
 
     Raises:
         UnsupportedGeometryError: a kind of state, or a form of it, that cannot be moved.

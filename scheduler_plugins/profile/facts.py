@@ -38,7 +38,7 @@ def facts(
     """The profile of an engine that was measured.
 
     Args:
-        samples: of its `/metrics`.
+        samples: samples of its `/metrics`.
         model: folder of the model, or its `config.json`; a name without such a folder here is not read.
         gpus: number of the engine's GPUs.
         start_s: time from the start of the process until it serves; None: from `/metrics`.

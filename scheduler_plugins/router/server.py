@@ -48,8 +48,8 @@ class RouterServer:
 
         Args:
             settings: the file that `config` came from, which is watched; None: there is no file.
-            place: of this process among the workers of the router, which listen on the same port; None: the router is
-                one process.
+            place: place of this process among the workers of the router, which listen on the same port; None: the
+                router is one process.
         """
         self.config = config
         self.app = create_app(config, settings, place)

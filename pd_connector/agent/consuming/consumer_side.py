@@ -51,7 +51,7 @@ class ConsumerSide:
     """Used by the agent's thread only.
 
     Args:
-        shards: of all ranks of this engine, this one included.
+        shards: shards of all ranks of this engine, this one included.
         gate: passed before pages are written. The engine's thread shuts it for requests whose pages must not be written.
         report: takes the end of every load and watched hold.
     """

@@ -156,7 +156,7 @@ class CarrierLink:
 
     @property
     def has_served(self) -> bool:
-        """Whether a carrier serves this host, or has: one that ended leaves its lock file."""
+        """Whether a carrier serves this host, or has served it: a carrier that has ended leaves its lock file."""
         return any(os.path.lexists(self._path / name) for name in (SOCKET, f"{SOCKET}.lock"))
 
     @property

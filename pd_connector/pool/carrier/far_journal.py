@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a carrier has put into the far store or found there, in pages like those of a host's journal, for routers.
+"""The chunks that a carrier has put into the far store or seen there, in pages like those of a host's journal, for
+routers.
 
 All carriers of a far store name it by one id, the mark: an object that the first carrier puts. If the store restarts
 and loses its objects, it loses the mark, too. A carrier then puts a new mark, and each journal begins again, empty.
@@ -94,8 +95,8 @@ def read_mark(client: FarClient, seal: Seal) -> str:
     """The id of a far store; puts a new id if there is none.
 
     Returns:
-        An id that was read from the store: a `put` may not overwrite. Empty while the store does not take a mark, or does not give
-        the one that it lists.
+        An id that was read from the store: a `put` may not overwrite. Empty while the store does not take a mark, or
+        lists a mark but does not return it.
 
     Raises:
         SilentError: the far store does not answer.

@@ -15,7 +15,7 @@ def gallop(chunks: int, sizes_of: Callable[[Sequence[int]], Sequence[int]]) -> l
     """The bytes of each of the first chunks, up to the first missing chunk.
 
     Args:
-        chunks: of the chain.
+        chunks: chunks of the chain.
         sizes_of: returns the bytes of the chunks at these ascending places; 0 for a missing chunk. A chunk that was not
             queried counts as large as the last queried chunk before it.
     """

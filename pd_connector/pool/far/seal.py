@@ -54,7 +54,7 @@ class Seal:
     """Seals with the first key, and opens with each. Any thread may use it.
 
     Args:
-        keys: of 32 bytes; none: nothing is sealed.
+        keys: keys of 32 bytes; none: nothing is sealed.
     """
 
     def __init__(self, keys: tuple[bytes, ...] = ()) -> None:
@@ -91,7 +91,7 @@ class Seal:
 
         Args:
             name: from `names(...)[0]`.
-            nbytes: of its contents.
+            nbytes: size of its contents.
             read: called with a buffer and an offset; fills the buffer with the contents from there on. Called block by
                 block, so that a block is sealed while the CPU's cache still has it.
             out: `sealed_bytes(nbytes)` bytes.

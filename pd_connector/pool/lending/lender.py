@@ -74,7 +74,7 @@ class Lender:
         recalled: sum of their results. Any thread may read these two and `nbytes`.
 
     Args:
-        address: of the store, checked by `far_address`.
+        address: address of the store, checked by `far_address`.
         piece: bytes of a piece, from `piece_bytes`.
         deadline_s: the longest wait for one answer of the master.
 

@@ -49,7 +49,7 @@ def private_folder(path: Path, key: str) -> int:
     """A descriptor of a folder that is this user's alone; makes the folder if its parent is there.
 
     Args:
-        key: of the config, for the error.
+        key: key of the config, for the error.
 
     Raises:
         ConfigError: it cannot be made, is a link, or others own or may enter it.
@@ -105,8 +105,8 @@ class Folder:
     """The folder of one tier, open.
 
     Args:
-        name: of the tier.
-        path: of the folder.
+        name: name of the tier.
+        path: path of the folder.
         key: config key that named it.
 
     Raises:

@@ -26,10 +26,10 @@ _READS = 8
 
 
 class ProcessLock:
-    """This process's own lock, and a look at those of others.
+    """This process's own lock, and checks of other processes' locks.
 
     Attributes:
-        name: of this process, in names of files and in the catalog.
+        name: name of this process, in names of files and in the catalog.
     """
 
     def __init__(self, folder: Folder) -> None:

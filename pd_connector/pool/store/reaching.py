@@ -25,7 +25,7 @@ from pd_connector.pool.store.base import (
 class ReachingStore(Store):
     """Args:
     host: keeps this host's chunks.
-    folder: of its memory tier, in which a carrier listens.
+    folder: folder of its memory tier, in which a carrier listens.
     """
 
     def __init__(self, host: Store, folder: Path) -> None:

@@ -131,7 +131,7 @@ def reconcile(store: TierStorage) -> None:
 
 
 def sums_differ(catalog: sqlite3.Connection) -> bool:
-    """Whether the sums that triggers keep are not those of the rows."""
+    """Whether the sums that triggers keep differ from the sums of the rows."""
     return (
         catalog.execute(
             "SELECT 1 FROM tiers t WHERE bytes != (SELECT coalesce(sum(bytes), 0) FROM chunks WHERE tier = t.tier) "

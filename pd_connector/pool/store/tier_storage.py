@@ -61,7 +61,7 @@ class TierStorage:
 
     Attributes:
         spaces: the tiers, the fastest first.
-        folders: of the tiers.
+        folders: folders of the tiers.
         troubles: records tiers that cannot be written.
         used: keys of chunks whose use is not in the catalog yet.
         wake: set when there may be something to copy to another tier.

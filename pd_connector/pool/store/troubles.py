@@ -107,7 +107,7 @@ class Troubles:
 
 
 def unwritable(memory: Folder) -> list[Unwritable]:
-    """What the processes of this host have recorded about tiers that they could not write to."""
+    """The records of this host's processes about tiers that they could not write to."""
     tiers = []
     for name in memory.names(memory.root):
         if not name.startswith(_FILE):

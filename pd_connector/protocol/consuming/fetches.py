@@ -31,7 +31,7 @@ class Fetches:
     """The fetches of a consumer. Used by one thread.
 
     Args:
-        geometry: of this rank.
+        geometry: geometry of this rank.
         sessions: with producers, as they come and go.
         needs_final_token: a load is of no use without the producer's final token.
         audits: results of audits; None if producers need not pass one.

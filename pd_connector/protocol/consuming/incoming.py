@@ -69,7 +69,7 @@ class IncomingChunk(NamedTuple):
     Attributes:
         source: the producer's rank that sent it.
         request: the request whose pages these are.
-        route: of the chunk.
+        route: route of the chunk.
         planned: the plan's chunk with the number that the header says.
         pages: ids of this engine's pages that hold the chunk's tokens, in prompt order; -1: none.
         slot: the landing slot.

@@ -107,7 +107,7 @@ class OutgoingChunk:
         early: whether the prefill of the tokens that this consumer fetches has not ended.
         send_slot: the producer's send slot with the payload; None if it is sent or read from its pages.
         nbytes: bytes of the payload.
-        checksum: of the payload; empty if the transport verifies every byte.
+        checksum: checksum of the payload; empty if the transport verifies every byte.
         deadline: the chunk is late after this time, in seconds on the agent's clock.
         session_limit: most chunks of this kind that its session may have under way at a time.
         in_order: it arrives after the chunks that were written to its session before it.
@@ -141,7 +141,7 @@ class OutgoingChunk:
         """The header that travels with the chunk.
 
         Args:
-            epoch: of this process.
+            epoch: epoch of this process.
             passed: the coarsest codec in which KV had passed before, on which this KV may have been computed.
         """
         return header_of(

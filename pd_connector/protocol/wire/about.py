@@ -18,7 +18,7 @@ class About(msgspec.Struct, frozen=True):
     """The defaults are those of an engine older than this struct: it speaks the first schema.
 
     Attributes:
-        version: of pd-connector; empty if the engine does not say.
+        version: version of pd-connector; empty if the engine does not say.
         newest, oldest: the wire schemas that it speaks.
         model: the model that its first rank had loaded at its start; None if the engine does not say.
     """

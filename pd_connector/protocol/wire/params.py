@@ -234,7 +234,7 @@ def decode_params(address: ProducerAddress, transfer: str) -> dict[str, Any]:
     """Parameters of a decode request whose KV comes from the prefill engine at `address`.
 
     Args:
-        address: of the prefill engine.
+        address: address of the prefill engine.
         transfer: the name of the KV in `prefill_params` of the prefill request.
     """
     return {
@@ -262,7 +262,7 @@ def response(
     """The parameters in a prefill's answer. A proxy puts them into the decode request unchanged.
 
     Args:
-        address: of this engine.
+        address: address of this engine.
         transfer: the name of the KV.
         pages: page ids by page table.
         tokens: number of tokens of the prompt. push: the proxy can send both requests of the next prompt at once. Only

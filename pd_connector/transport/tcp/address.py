@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer's transport must know of this one. It travels over the control channel only."""
+"""The facts that a peer's transport must know about this one. They travel over the control channel only."""
 
 from typing import Annotated
 

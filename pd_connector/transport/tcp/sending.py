@@ -41,8 +41,8 @@ class SealedWrite(NamedTuple):
 class Sending:
     """The sending half of a connection.
 
-    What it holds of its own is one sealed segment, while a chunk is sealed as it is sent; chunks lie
-    where they are until their turn.
+    It holds only one sealed segment, while a chunk is sealed as it is sent. Waiting chunks stay
+    where they are.
 
     Args:
         sealer: seals every record; None where they have no tags.

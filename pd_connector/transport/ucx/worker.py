@@ -51,7 +51,7 @@ class UcxWorker:
     Args:
         api: ucxx's core.
         array: what wraps its buffers.
-        context: of UCX.
+        context: context of UCX.
 
     Raises:
         Exception: UCX cannot make a worker (ucxx's exceptions have no common base).
@@ -181,7 +181,7 @@ class UcxWorkers:
     Args:
         api: ucxx's core.
         array: what wraps its buffers.
-        options: of UCX.
+        options: options of UCX.
 
     Raises:
         Exception: UCX cannot make a worker (ucxx's exceptions have no common base).

@@ -26,7 +26,7 @@ def left_tokens(vllm_config: "VllmConfig", specs: Iterable[Any]) -> int:
     computes the last one all the same.
 
     Args:
-        specs: of vLLM's KV cache groups.
+        specs: specs of vLLM's KV cache groups.
     """
     specs = list(specs)
     stands = StateTables.of(specs) or any(spec.prefix_replay_tokens for spec in specs)

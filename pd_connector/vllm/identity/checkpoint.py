@@ -50,10 +50,10 @@ def weights_path(
 
     Args:
         model: the name that vLLM was given.
-        revision: of the repository.
+        revision: revision of the repository.
         weights: another place from which vLLM loads weights, if there is one.
         download_dir: vLLM's folder for repositories, if not Hugging Face's cache.
-        subfolder: of the model's folder.
+        subfolder: subfolder of the model's folder.
     """
     name = weights or model
     if "://" in name:

@@ -60,7 +60,7 @@ def draft_names(
     """The caches of a draft model, if the engine speculates with one.
 
     Args:
-        names: of all caches, the model's own first, as vLLM made them.
+        names: names of all caches, the model's own first, as vLLM made them.
         layers: number of the model's own layers.
         models: for each cache the number of its model; None if unknown.
     """

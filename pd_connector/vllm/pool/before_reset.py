@@ -22,7 +22,7 @@ class BeforeReset:
         """The caches were reset.
 
         Args:
-            keys: of the chunks that this host has, or that are being saved.
+            keys: keys of the chunks that this host has, or that are being saved.
         """
         self._before = set(keys)
         self._since = {} if other_hosts else None

@@ -184,7 +184,8 @@ class PoolLookups:
         self._thread.submit(self._store.unpin, keys)
 
     def pin_for_client(self, prompt: PoolPrompt, tenants: int) -> None:
-        """A client wants the chunks of this prompt to be kept, among `tenants` that share the pool."""
+        """Pin the chunks of this prompt, as its client has requested. `tenants`: number of tenants that share the
+        pool."""
         keys = prompt.keys[1 : prompt.request.num_prompt_tokens // CHUNK_TOKENS + 1]
         self._pins.pin(keys, prompt.ask.pin_s, prompt.ask.tenant, tenants)
 

@@ -123,7 +123,7 @@ class PoolSaves:
         """Keep the pages of chunks, and return the commands that copy them; fewer if too many saves are under way.
 
         Args:
-            numbers: of the chunks.
+            numbers: numbers of the chunks.
             pages: all page ids of the prompt, by table.
         """
         saves: list[Save] = []

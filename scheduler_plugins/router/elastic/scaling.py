@@ -99,7 +99,7 @@ class Scaling:
         """Have these numbers of engines from now on.
 
         Args:
-            scales: of one group.
+            scales: scales of one group.
             dry_run: whether to only show the numbers.
             failed: called if an engine of this side could not be started.
         """

@@ -136,7 +136,7 @@ def create_app(
 
     Args:
         settings: the file that `config` came from, which is watched; None: there is no file.
-        place: of this process among the workers of the router; None: the router is one process.
+        place: place of this process among the workers of the router; None: the router is one process.
     """
     app = web.Application(middlewares=[shape_errors])
     app[CONFIG] = config

@@ -128,7 +128,7 @@ class Exchange:
             self._waiting_since = None
 
     def complete(self) -> None:
-        """All bytes for the client have come. From now on the engine is not given up, whatever it does."""
+        """All bytes for the client have come. From now on the engine is not given up, even if it is silent or fails."""
         self._complete = True
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(None)

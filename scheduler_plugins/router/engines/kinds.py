@@ -34,7 +34,7 @@ class SglangFacts(NamedTuple):
         tells_side: whether `mode` is its present side. Without our backend, `mode` is the side on
             which it was started.
         started: the side on which it was started.
-        version: of SGLang; empty: not reported.
+        version: version of SGLang; empty: not reported.
     """
 
     mode: str

@@ -283,8 +283,8 @@ class EngineWatch:
 
         Args:
             refusing: the engine takes no new connections, and may still finish its requests.
-            answers: it answers that it takes no requests, and may still finish those that it has.
-            cause: of an engine that has not been up: each is logged once.
+            answers: the engine answers that it takes no requests, and may still finish its open requests.
+            cause: cause of the failure of an engine that has not been up: each is logged once.
         """
         engine = self.engine
         now = asyncio.get_running_loop().time()

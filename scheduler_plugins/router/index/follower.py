@@ -95,7 +95,7 @@ _ALL_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _GONE
 class EventFollower:
     """Keeps one engine's part of the index up to date while `run` runs.
 
-    Missing batches are asked for at the replay endpoint. If there is no such endpoint, or it no longer has them, the
+    Missing batches are requested from the replay endpoint. If there is no such endpoint, or it no longer has them, the
     engine's part of the index is dropped: with unknown gaps it would become more and more wrong.
     """
 

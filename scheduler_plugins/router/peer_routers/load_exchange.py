@@ -153,7 +153,7 @@ class PeerRouters:
 
         Args:
             key: the secret that all routers share; empty: none.
-            place: of this process among the workers of its router; None: the router is one process.
+            place: place of this process among the workers of its router; None: the router is one process.
             waiting: returns the requests that wait in this process's front queue, by group.
         """
         self._pool, self._place, self._waiting = pool, place, waiting

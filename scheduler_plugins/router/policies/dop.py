@@ -158,7 +158,7 @@ def divide(
     Args:
         costs_s: for each engine, the seconds of each request there.
         queued_s: seconds until each engine can begin.
-        weights: of each request's time.
+        weights: weight of each request's time.
 
     Returns:
         For each request, the number of its engine. The weighed sum of times is the least possible.

@@ -61,7 +61,7 @@ def prefill(
     """The fastest way for an engine to compute a prompt.
 
     Args:
-        costs: of the engine.
+        costs: costs of the engine.
         own: tokens of the prompt that the engine has cached.
         others: sources that it can fetch from.
         threshold: it fetches only from a source that has more than this many times its own tokens.

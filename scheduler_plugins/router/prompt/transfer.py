@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's body says about its transfer: whether a pair of engines can serve it, and the copies that vLLM's
-two engines get. Pure functions."""
+"""Decides from a request's body whether a pair of engines can serve it, and makes the copies for vLLM's two engines.
+Pure functions."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -69,7 +69,7 @@ class HostStore:
     """`PrefixSource`: the chunks of one model in the store of one host, or in a far store.
 
     Attributes:
-        name: of the pool, in decisions.
+        name: name of the pool, in decisions.
         block_tokens: tokens of a chunk.
     """
 

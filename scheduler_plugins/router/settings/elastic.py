@@ -140,7 +140,7 @@ def check_groups(
     """Check groups against the engines.
 
     Args:
-        places: of all engines that have a URL of their own.
+        places: places of all engines that have a URL of their own.
         named: groups that have names, which stand for an unknown number of engines.
         grows: whether engines are started, so that a group can have more than are listed.
 

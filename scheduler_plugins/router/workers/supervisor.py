@@ -140,7 +140,7 @@ class Supervisor:
             self._look()
 
     def close(self) -> None:
-        """Let all workers finish their requests and end. Kill those that take longer than they may."""
+        """Let all workers finish their requests and end. Kill workers that exceed their time."""
         until_s = time.monotonic() + self._config.shutdown_timeout_s + _GRACE_S
         for worker in self.workers:
             if worker.process is not None:
@@ -202,7 +202,7 @@ class Supervisor:
             worker.reason = report.decode(errors="replace")
 
     def _look(self) -> None:
-        """Note which workers listen, and start those that have ended and are due."""
+        """Note which workers listen, and restart ended workers whose pause is over."""
         for worker in self.workers:
             if worker.process is not None and not worker.listens:
                 self._read(worker)

@@ -82,7 +82,7 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
 
 
 def _card(ask: Ask) -> Mapping[str, Any]:
-    """What an engine says of its first model. Raises as `ask` and the types of JSON do."""
+    """An engine's report about its first model. Raises as `ask` and the types of JSON do."""
     card: Mapping[str, Any] = json.loads(ask("/v1/models", None))["data"][0]
     return card
 
@@ -106,7 +106,7 @@ def _vllm_report(url: str, params: Any, card: Mapping[str, Any], ask: Ask) -> En
 
 
 def _sglang_report(url: str, server_info: dict[str, Any], ask: Ask) -> EngineReport | None:
-    """What an SGLang engine says of itself; None without PDConnector."""
+    """An SGLang engine's report about itself; None without PDConnector."""
     states = _states(server_info)
     model = str(server_info.get("served_model_name") or server_info.get("model_path"))
     produces = server_info["disaggregation_mode"] == "prefill"

@@ -43,7 +43,7 @@ class Drafting(NamedTuple):
     """An engine in a file.
 
     Attributes:
-        place: of its config.
+        place: place of its config.
         role: its `kv_role`.
         speculation: its `--speculative-config`; empty without one.
     """
