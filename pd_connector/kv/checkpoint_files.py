@@ -33,7 +33,7 @@ _INDEX_OF_FORMAT = {"mistral": "consolidated.safetensors.index.json"}
 
 
 class FileState(NamedTuple):
-    """A file, or a link, and its state. The time of change cannot be set back, unlike that of modification."""
+    """A file, or a link, and its state. Unlike the modification time, the change time (ctime) cannot be set back."""
 
     device: int
     inode: int

@@ -129,8 +129,8 @@ def permitted(setting: str, max_error: float) -> tuple[str, ...]:
     """The names of the codecs that a side's configuration permits, fastest over a link first.
 
     Args:
-        setting: `auto`, or a codec's name, which permits that codec whatever its error. `auto`
-            takes none of other packages: these must be named.
+        setting: `auto`, or a codec's name, which permits that codec with any error. `auto` takes no codecs of other
+            packages.
         max_error: for `auto`, the largest relative L2 error of the attention output.
 
     Raises:

@@ -45,8 +45,8 @@ def token_fingerprint(
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """Config and weights of an adapter, as engines choose among them: vLLM takes the first of three names, SGLang
-    all files of the first kind. Raises OSError if there are no weights of one."""
+    """The config and weight files of an adapter that engines load: vLLM takes the first of three names, SGLang all
+    files of the first kind. Raises OSError if there are no weights."""
     by_name = [file for name in _ADAPTER_WEIGHTS if (file := folder / name).is_file()]
     by_kind = [files for kind in _ADAPTER_KINDS if (files := sorted(folder.glob(kind)))]
     weights = {*by_name[:1], *(by_kind[0] if by_kind else ())}

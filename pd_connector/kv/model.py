@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which model an engine serves, as it is loaded, and whether two engines serve the same one.
 
-KV may be used in place of a computation only if they do. Weights that were not hashed are not trusted: see
-`weights_problem`.
+KV may be used in place of a computation only if two engines serve the same model. Weights that were not hashed are not
+trusted: see `weights_problem`.
 """
 
 import hashlib

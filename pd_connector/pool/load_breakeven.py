@@ -39,7 +39,7 @@ class _Pause:
 
 @dataclass
 class _Tier:
-    """What was measured of one tier of the store.
+    """Measurements of one tier of the store.
 
     Attributes:
         silent: the pause after it did not answer. No chunk of it is loaded until a probe is answered.

@@ -148,7 +148,7 @@ def _changes_weights(**change: bool) -> Callable[..., Any]:
 
 
 def _late(name: str) -> Callable[..., Any]:
-    """A wrapper in a module that imports SGLang's, so it is imported at the first call."""
+    """A wrapper whose module is imported only at the first call, because that module imports SGLang."""
 
     def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return pkgutil.resolve_name(f"pd_connector.sglang.{name}")(original, *args, **options)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's way to the carrier of its host. Without a carrier, or while it is silent, nothing waits for it."""
+"""An engine's connection to the carrier of its host. Without a carrier, or while it is silent, no request waits for
+it."""
 
 import contextlib
 import os
