@@ -4,6 +4,7 @@ nothing is loaded twice. The prefill engine hands over by layers what it loads b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -90,8 +91,9 @@ def test_the_prefill_engine_loads_and_hands_over_what_another_engine_computed(ho
     found = by_pair(host, salt)
     found.assert_same(wanted)
     assert found.loaded == CHUNKS * CHUNK_TOKENS
-    _, d = engines(host)
+    p, d = engines(host)
     assert loads(d) == 0, "nothing is loaded twice"
+    assert json.loads(p.client.get("/pd/pool"))["model"], "routers know what it can load"
     assert by_pair(host, fresh_salt()).loaded == 0, "control: another salt"
     salt, wanted = host.computed("vllm", PROMPT)
     host.pool.damage()
