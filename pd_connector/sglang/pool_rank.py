@@ -132,6 +132,8 @@ class PoolRank:
         self._advertised_as = rank.advertised_as or rank.engine_id
         trust = WriterTrust(self._engine_id, audits=config.audit != "off")
         kind = f"sglang {version('sglang')} on {accelerator(saves.device)}"
+        if rank.consumes:  # it has compared nothing, so its chunks are not believed with those of engines that compute
+            kind += ", handed over"
         self.thread = PoolThread(
             saves,
             self.telemetry,

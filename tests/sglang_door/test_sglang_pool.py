@@ -132,6 +132,15 @@ def test_a_decode_engine_saves_and_gives_its_pages_back_and_loads_nothing(
     engine.arrive(req)
     assert engine.schedulable() == [req]
     assert len(engine.load(req)) == 0
+    reader = make(audit="first", write=False)
+    make().ask(prompt(700, 2))
+    until(lambda: stored(store) == 7)
+    assert [reader.ask(prompt(700, 2)), reader.ask(prompt(700, 2), salt="mine")] == [0, 0]
+    reader.flush()
+    assert reader.ask(prompt(700, 2)) == 640, "engines that compute have passed their audit"
+    assert reader.ask(prompt(300)) == 0, "a decode engine has not"
+    reader.flush()
+    assert reader.ask(prompt(300)) == 256
 
 
 @pytest.mark.parametrize("what", ["salt", "extra key", "weights", "read", "write"])
