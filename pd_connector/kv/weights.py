@@ -50,7 +50,7 @@ class Tensor(NamedTuple):
 
 
 def safetensors(file: OpenFile) -> list[Tensor]:
-    """The tensors in a safetensors file. Raises ValueError if it is no such file, or is cut off."""
+    """The tensors in a safetensors file. Raises ValueError if the file is not a safetensors file, or is cut off."""
     size = file.size
     with file.stream() as stream:
         prefix = stream.read(8)

@@ -56,8 +56,8 @@ class Saved(NamedTuple):
 class Fill(NamedTuple):
     """Load tokens [first_token, stop_token) from chunks of the pool. Answered by `Finished`.
 
-    With `compares` no page is written: the pages hold this KV already, computed here, and what is loaded is compared
-    with them.
+    With `compares` no page is written: the pages already hold this KV, computed here, and the loaded KV is compared
+    with it.
     """
 
     request: str

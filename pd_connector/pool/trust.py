@@ -20,7 +20,7 @@ MOST_WRITERS = 4096
 
 
 def writer_of(record: Record) -> bytes:
-    """The writer of a part, as a hash. Parts of all its ranks have the same."""
+    """The writer of a part, as a hash. It is the same for the parts of all ranks of the writer."""
     groups = {
         msgspec.structs.replace(group, layers=(0,), scales=(), table=0)
         for group in record.geometry.groups

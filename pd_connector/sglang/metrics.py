@@ -48,7 +48,7 @@ def _series() -> dict[str, Any]:
 
 
 class Metrics:
-    """The series of one rank. A thread of their own updates them once a second.
+    """The metric series of one rank. A separate thread updates them once a second.
 
     Args:
         telemetry: telemetry of the rank's agent.

@@ -32,9 +32,9 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status. An error of use takes two lines on standard error.
 
     Args:
-        app: typer's, or a command made of one.
-        name: what the user typed for it.
-        arguments: without the name; None: those of this process.
+        app: a typer application, or a command made from one.
+        name: the name that the user typed.
+        arguments: the arguments without the name; None: this process's arguments.
     """
     given = None if arguments is None else list(arguments)
     try:

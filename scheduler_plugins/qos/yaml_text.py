@@ -52,7 +52,7 @@ class YamlText:
             raise ValueError(self._message("; ".join(said), int(line[1]) if line else 0)) from None
 
     def wrong(self, error: Exception) -> str:
-        """The message of an error about a value that the text has. It names the line, where it can be found.
+        """The message of an error about a value that the text has. It names the line, if the line can be found.
 
         Args:
             error: its message begins with a key, or has the value in quotes.

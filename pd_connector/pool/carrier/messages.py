@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines ask of the carrier of their host, over a socket in the pool's folder. One message, one packet."""
+"""The messages between engines and the carrier of their host, over a socket in the pool's folder. One message, one
+packet."""
 
 import os
 import socket

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between the pool and what keeps its chunks.
+"""The interface between the pool and the stores that keep its chunks.
 
 A chunk is a set of parts, one from each rank of its writer, under one key. A store takes parts as opaque bytes: it knows their
 names and lengths, and neither header nor record. A chunk exists when all its parts are published; before that it cannot be found.
@@ -10,9 +10,9 @@ Loading     `brings_at_once`, `bring`, then `read` -> `Reading`: `take`, `into`,
 Keeping     `remove`, `journal`, `status`, `take_failures`, `close`
 Knowing     `keys`, `chunks`, `id`, `advertise`, `advertised`
 
-Every method may be called from any thread. Those of `Store` block for milliseconds at most, `status` for a second, those of
-`Writing` and `Reading` as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any
-instruction, costs others saves, never look-ups or loads.
+Every method may be called from any thread. Methods of `Store` block for milliseconds at most, `status` for a second;
+methods of `Writing` and `Reading` as long as file I/O takes. No lock is held across file I/O. If a process dies or is
+stopped, at any instruction, other processes may fail to save for a while, but their look-ups and loads go on.
 """
 
 from abc import ABC, abstractmethod

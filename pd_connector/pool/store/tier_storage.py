@@ -57,7 +57,7 @@ class Space(NamedTuple):
 
 
 class TierStorage:
-    """What the processes of a host have in common, opened by one of them.
+    """The folders and catalog that the processes of a host share, opened by one process.
 
     Attributes:
         spaces: the tiers, the fastest first.

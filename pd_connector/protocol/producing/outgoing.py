@@ -43,7 +43,7 @@ class Offer(NamedTuple):
         """Why this KV does not fit a consumer's `Open`, as (cause, detail); None if it fits.
 
         Args:
-            routes: along which it would pass.
+            routes: the routes along which the KV would pass.
             slot_bytes: size of a send slot.
         """
         if message.identity != self.identity:

@@ -98,11 +98,11 @@ class Fetching(Part):
         left: number of tokens at a prompt's end that this engine computes itself; also the number that a producer
             leaves to it, unless the producer's address gives another number.
         ranks: number of ranks of this engine.
-        status: says whether a request's KV may be compared.
-        unfilled: gets the loads.
+        status: decides whether a request's KV may be compared.
+        unfilled: records pages that a load fills only in part.
         uncomputable: requests that only a fetch can serve.
-        adapters: what is known of the engine's adapters.
-        replays: vLLM replays a window behind a prefix hit.
+        adapters: the engine's known adapters.
+        replays: whether vLLM replays a window behind a prefix hit.
     """
 
     def __init__(

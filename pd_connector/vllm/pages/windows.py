@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of a running request vLLM has freed because a sliding window has passed them.
+"""Computes which pages of a running request vLLM has freed because a sliding window has passed them.
 
 vLLM does not report freed pages: its step output has only the pages that were added.
 """

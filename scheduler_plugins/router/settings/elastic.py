@@ -124,7 +124,8 @@ def moving_of(text: str, *, elastic: bool) -> Moving | None:
 
 
 def default_group(places: Iterable[Place]) -> str:
-    """The group of requests that no route leads to one: `default` if it has an engine, else the first engine's."""
+    """The group of requests without a route to a group: `default` if it has an engine, else the first engine's
+    group."""
     groups = [place.group for place in places]
     return DEFAULT_GROUP if DEFAULT_GROUP in groups or not groups else groups[0]
 
