@@ -247,8 +247,8 @@ class Manager(BaseKVManager):
             yield
 
     def idle(self) -> None:
-        """The scheduler has nothing to compute, and would turn without pause. Where KV is under way,
-        the agent's thread needs Python's lock to move it."""
+        """The scheduler has nothing to compute: pause, because its loop would take Python's lock from the agent's
+        thread, which needs it to move KV."""
         self.agent.engine_steps()
         self._backoff.pause(self.agent.wait_for_outcome)
 

@@ -256,7 +256,7 @@ class PoolLinker(UnifiedCacheLinker):
         return lengths
 
     def _usable(self, prompt: PoolPrompt) -> bool:
-        """Whether chunks of this prompt can be loaded behind what is in the cache."""
+        """Whether this prompt's chunks can be loaded that follow its prefix in the radix cache."""
         assert self._rank is not None
         model = self._rank.model
         return bool(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an SGLang engine uses the KV pool, and what it must not be combined with. The engine's start refuses it by name."""
+"""Decides whether an SGLang engine uses the KV pool, and checks that no option is set that cannot be combined with a
+pool. If one is set, the engine does not start, and the error names the option."""
 
 import os
 from collections.abc import Collection

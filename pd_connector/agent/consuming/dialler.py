@@ -35,8 +35,8 @@ class Dialler:
         self._codecs = list(permitted(config.codec, config.codec_max_error))
 
     def dial(self, source: Source) -> Connection:
-        """Connect and send `Hello`. An engine that does not know its weights yet says so in it. The producer refuses
-        the session, but then accepts the message that this engine will not fetch a transfer.
+        """Connect and send `Hello`. It is also sent while this engine does not know its weights yet. The producer then
+        refuses the session, but over the connection this engine can still cancel its transfers.
 
         Raises RefusedError if the address is not allowed, or cannot be dialled.
         """

@@ -55,8 +55,8 @@ class Opener(Protocol):
         """
 
     def open_parts(self, head: memoryview, sealed: memoryview, parts: Iterable[memoryview]) -> None:
-        """Like `open`, into memory that lies in parts; they are as long as the body together, or
-        there are none: the record is only counted then.
+        """Like `open`, but into several parts of memory, which together are as long as the body.
+        Without parts the record is only counted, not opened.
 
         Raises FrameError as `open` does; the parts are undefined then.
         """

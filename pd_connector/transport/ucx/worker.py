@@ -225,7 +225,7 @@ class UcxWorkers:
                 self._current.forget_closed()
 
     def leave(self, user: int) -> None:
-        """A link or a source has gone: workers without another peer end."""
+        """A link or a source was removed: end the workers that serve no other peer."""
         for worker in self:
             worker.users.discard(user)
         for worker in [worker for worker in self._spent if not worker.users]:

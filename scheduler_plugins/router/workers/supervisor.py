@@ -251,7 +251,8 @@ def _signal(ends: set[signal.Signals], wait_s: float | None) -> bool:
 
 @contextmanager
 def _awaited_signals() -> Iterator[set[signal.Signals]]:
-    """Have the signals that end the router wait until `_signal` takes them. `nohup` has SIGHUP ignored."""
+    """Block the signals that end the router, so that they wait until `_signal` takes them. Under `nohup` SIGHUP stays
+    ignored."""
     ends = {signal.SIGINT, signal.SIGTERM}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         ends.add(signal.SIGHUP)
