@@ -38,7 +38,7 @@ kv_bytes_per_token: 4096
 """So slow that a busy machine keeps the promise, and slower in mixed steps: the plan is a pair."""
 PROMISE = ("--ttft-ms", "60000", "--tpot-ms", "4000")
 MOST_DIFFERENT = 0.02
-"""Of two logprobs. In bfloat16 an engine differs from itself by a hundredth if it computes a prompt in other portions."""
+"""Difference of two logprobs. In bfloat16 an engine differs from itself by a hundredth if it computes a prompt in other portions."""
 DECODE = 8100
 RUN = """
 set -e
