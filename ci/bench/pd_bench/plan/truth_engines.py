@@ -177,9 +177,9 @@ def profiled(model: Path, logs: Path, say: Say) -> EngineProfile:
 async def _measured(url: str, model: str) -> EngineProfile:
     async with connect(url) as client:
         plan = Wanted(LONGEST, MOST_BATCH, repeats=2, chunk_tokens=CHUNKS[-1])
-        found = await measure(client, plan, lambda done, total, what: None)
+        measured = await measure(client, plan, lambda done, total, what: None)
         samples = await client.metrics()
-    described = facts(found.model, found.errors, samples, model=model, gpus=1, start_s=None)
+    described = facts(measured.model, measured.errors, samples, model=model, gpus=1, start_s=None)
     if not described.profile.kv_bytes_per_token:
         raise BenchError(f"the engine's profile is not complete: {described.unknown}")
     return described.profile
