@@ -43,8 +43,7 @@ class YamlText:
                 message begins with the file's name and the line, and names every unknown key before the first value of another type.
         """
         if twice := _twice(self._text):
-            key, line = twice
-            raise ValueError(self._message(f"key {key!r} is there twice", line))
+            raise ValueError(self._message(f"key {twice[0]!r} is there twice", twice[1]))
         try:
             return msgspec.yaml.decode(self._text, type=form)
         except msgspec.ValidationError as error:
