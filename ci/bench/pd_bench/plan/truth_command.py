@@ -82,8 +82,11 @@ def _of_engines(requests: int, logs: Path, console: Console) -> list[Comparison]
         live = list[float]()
         for n, fleet in enumerate(fleets):
             (its := logs / str(n)).mkdir()
-            live.append(truth_engines.played(fleet, case, inventory, window, model, its))
-            say(f"{fleet.name}: predicted {case.predicted[n]:.3f} in time, live {live[n]:.3f}")
+            reached, refused = truth_engines.played(fleet, case, inventory, window, model, its)
+            live.append(reached)
+            say(
+                f"{fleet.name}: predicted {case.predicted[n]:.3f} in time, live {reached:.3f}, {refused} refused"
+            )
     params: dict[str, str | int | float] = {"per s": round(case.per_s, 2)}
     same = sum(live[better] > live[worse] for better, worse in case.apart)
     both = Sample((float(same),)), Sample((float(len(case.apart)),))

@@ -187,8 +187,8 @@ async def _measured(url: str, model: str) -> EngineProfile:
 
 def played(
     candidate: Candidate, case: Case, inventory: Inventory, window: Window, model: Path, logs: Path
-) -> float:
-    """The part of the window's requests in time, live.
+) -> tuple[float, int]:
+    """The part of the window's requests in time, live; and the number that the router refused.
 
     Raises:
         PDConnectorError: an engine does not start, or a request failed for another reason than a refusal.
@@ -211,7 +211,8 @@ def played(
         raise BenchError(
             f"{candidate.name}: {len(failed)} of {len(answers)} requests failed, the first: {failed[0].failure}; see {logs}"
         )
-    return sum(_in_time(each, case.promise) for each in answers) / len(answers)
+    refused = sum(each.status == _REFUSED for each in answers)
+    return sum(_in_time(each, case.promise) for each in answers) / len(answers), refused
 
 
 def _in_time(answer: Answer, promise: Promise) -> bool:
