@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -38,9 +39,11 @@ class YamlText:
         """The settings, as this msgspec type.
 
         Raises:
-            ValueError: the text is not YAML, has unknown keys, or a value of another type. The message begins with the
-                file's name and the line, and names every unknown key before the first value of another type.
+            ValueError: the text is not YAML, has unknown keys, a key twice in one mapping, or a value of another type. The
+                message begins with the file's name and the line, and names every unknown key before the first value of another type.
         """
+        if twice := _twice(self._text):
+            raise ValueError(self._message(f"key {twice[0]!r} is there twice", twice[1]))
         try:
             return msgspec.yaml.decode(self._text, type=form)
         except msgspec.ValidationError as error:
@@ -151,6 +154,47 @@ def _composed(text: bytes) -> Any:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
         return None
+
+
+def _twice(text: bytes) -> tuple[str, int] | None:
+    """The first key that a mapping has twice, and its line; None if there is none, or the text is not YAML.
+
+    YAML's decoder takes the last one without a word.
+    """
+    yaml: Any = import_module("yaml")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    above = [_Open(False, set())]
+    try:
+        for event in yaml.parse(text, Loader=loader):
+            if isinstance(event, yaml.CollectionEndEvent):
+                above.pop()
+            elif isinstance(event, yaml.NodeEvent):
+                scalar = event.value if isinstance(event, yaml.ScalarEvent) else None
+                if above[-1].twice(scalar):
+                    return str(scalar), event.start_mark.line + 1
+                if isinstance(event, yaml.CollectionStartEvent):
+                    above.append(_Open(isinstance(event, yaml.MappingStartEvent), set()))
+    except yaml.YAMLError:
+        pass
+    return None
+
+
+@dataclass
+class _Open:
+    """A mapping or a sequence whose end is not read yet."""
+
+    mapping: bool
+    keys: set[str]
+    nodes: int = 0  # keys and values
+
+    def twice(self, scalar: str | None) -> bool:
+        """Count a node, and say whether it is a key that was there before. `scalar`: its text, if it is one."""
+        self.nodes += 1
+        if not self.mapping or self.nodes % 2 == 0 or scalar is None:
+            return False
+        size = len(self.keys)
+        self.keys.add(scalar)
+        return len(self.keys) == size
 
 
 def _entries(node: Any) -> list[tuple[Any, Any]]:

@@ -246,10 +246,16 @@ class EnginePool:
         if self._config.profile:
             engine.costs, engine.costs_reported = load(Path(self._config.profile)), True
         looked_at = partial(self._looked_at, engine)
-        watch = EngineWatch(engine, lambda: self._config, self._session, self.caches, looked_at)
+        watch = EngineWatch(
+            engine, lambda: self._config, self._session, self.caches, looked_at, self._prefills
+        )
         self._watches[engine] = watch
         self._tasks[engine] = asyncio.create_task(watch.run(), name=f"watch {url}")
         return engine
+
+    def _prefills(self) -> bool:
+        """Whether an engine computes prompts for others."""
+        return any(engine.serves(Role.PREFILL) for engine in self.engines)
 
     def remove(self, engine: BackendEngine, joining: Sequence[BackendEngine] = ()) -> None:
         """Let an engine leave: at once if it has no requests, else when its requests have ended.

@@ -43,12 +43,14 @@ class EngineWatch:
         session: aiohttp.ClientSession,
         caches: EngineCaches,
         on_change: Callable[[], None],
+        prefills: Callable[[], bool],
     ) -> None:
         """Start nothing yet.
 
         Args:
             config: returns the current settings, which may change.
             on_change: called when the engine's state may have changed.
+            prefills: whether an engine computes prompts for others.
         """
         self.engine = engine
         self.wake = asyncio.Event()
@@ -67,7 +69,7 @@ class EngineWatch:
         self._asking: asyncio.Task[None] | None = None
         self._config = config
         self.ask = self._ask = Inquiry(engine.url, config, session)
-        self._looks = SlowProbes(engine, self._ask)
+        self._looks = SlowProbes(engine, self._ask, prefills)
         self._caches = caches
         self._on_change = on_change
 
