@@ -46,6 +46,19 @@ class Adapters:
         """
         if lora_id is None:
             return ""
+        name, content = self._loaded(lora_id)
+        return f"{name} {content}"
+
+    def content(self, lora_id: str | None) -> str:
+        """Fingerprint of the content of the adapter with this SGLang id; empty for none.
+
+        Raises:
+            PDConnectorError: see `name`.
+        """
+        return "" if lora_id is None else self._loaded(lora_id)[1]
+
+    def _loaded(self, lora_id: str) -> tuple[str, str]:
+        """Name and content."""
         manager = self._model_runner.lora_manager
         loaded = manager.lora_refs.get(lora_id) if manager is not None else None
         if loaded is None:
@@ -55,12 +68,12 @@ class Adapters:
             raise PDConnectorError(
                 f"adapter {loaded.lora_name} cannot be identified by its content: {content.problem}; load it from files"
             )
-        return f"{loaded.lora_name} {content.fingerprint}"
+        return loaded.lora_name, content.fingerprint
 
 
 def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> Any:
-    """SGLang loads an adapter. Its files are held open meanwhile, so that the fingerprint is that of what was loaded.
-    SGLang keeps it in memory, whatever becomes of the files."""
+    """SGLang loads an adapter. Its files are held open meanwhile, so that the fingerprint is that of the loaded files.
+    SGLang keeps the adapter in memory even if the files change later."""
     contents: dict[str, _Loaded] = vars(manager).setdefault(_LOADED, {})
     for unloaded in contents.keys() - set(manager.lora_refs):
         del contents[unloaded]
@@ -80,10 +93,10 @@ def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> 
 
 
 def _content(path: str, files: AdapterFiles | None) -> str:
-    """Fingerprint of an adapter that was loaded from this path.
+    """Fingerprint of the content of an adapter that was loaded from this path.
 
     Args:
-        files: that were there before the load. None: SGLang has downloaded them.
+        files: the files as they were before the load. None: SGLang has downloaded them.
     """
     if files is not None:
         if files.exchanged:

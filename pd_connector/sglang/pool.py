@@ -4,7 +4,7 @@
 Arrival    `arrived` (hook): chunks of a prompt are looked up, read and verified (`pool_prompts.py`, `pool_chunks.py`)
 Scheduling `scheduling` (hook): the ranks agree how many chunks all of them hold; `lookup` names these lengths
 Load       `load` takes the chunks, `start_layer_wise_loading` copies them layer by layer while the first layers compute
-Save       `inserting` (hook) tells whose KV enters the cache; `offload` has new chunks copied (`pool_thread.py`)
+Save `inserting` (hook) notes whose KV enters the cache; `offload` has new chunks copied (`pool_thread.py`)
 
 SGLang aborts requests whose load fails once it has started. So everything that can fail happens before: from
 `start_layer_wise_loading` on bytes are copied from this rank's memory into its pages, nothing else.
@@ -34,6 +34,7 @@ from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.stored import gathered_bytes
 from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.sglang.hooks import manager_of
 from pd_connector.sglang.pool_chunks import HeldChunk, arranged, planned
 from pd_connector.sglang.pool_prompts import PoolPrompt, chunks_of, salt_of
 from pd_connector.sglang.pool_rank import PoolRank
@@ -55,7 +56,7 @@ class _Offload:
 
     Attributes:
         jobs: names of saves and comparisons under way.
-        stored: what SGLang is told in the end: it need not offer this node again.
+        stored: the final report to SGLang: whether it need not offer this node again.
     """
 
     jobs: set[str] = field(default_factory=set)
@@ -117,7 +118,9 @@ class PoolLinker(UnifiedCacheLinker):
             PDConnectorError: the engine is set up for what the pool cannot keep; it does not start then.
         """
         self._cache = scheduler.tree_cache
-        self._rank = PoolRank.of(scheduler, self._pool, self._config, self._ended)
+        self._rank = PoolRank.of(
+            scheduler, self._pool, self._config, self._ended, manager_of(scheduler)
+        )
 
     def arrived(self, req: Any) -> None:
         """A request enters a queue."""
@@ -128,7 +131,7 @@ class PoolLinker(UnifiedCacheLinker):
 
     def _arrived(self, req: Any) -> None:
         rank = self._rank
-        if rank is None or not rank.reads(req):
+        if rank is None or not rank.reads(req) or (apart := rank.apart(req)) is None:
             return
         tokens = array("q", req.origin_input_ids)
         tokens.extend(req.output_ids)
@@ -136,8 +139,7 @@ class PoolLinker(UnifiedCacheLinker):
         if len(usable) < CHUNK_TOKENS:
             return
         computed = self._computed(usable, req)
-        salt = salt_of(req.cache_salt, req.extra_key)
-        rank.prompts.begin(req.rid, usable, salt, computed, rank.model, rank.facts)
+        rank.prompts.begin(req.rid, usable, apart, computed, rank.model, rank.facts)
 
     def _computed(self, tokens: "array[int]", req: Any) -> int:
         """Tokens that SGLang's cache has already."""
@@ -151,13 +153,16 @@ class PoolLinker(UnifiedCacheLinker):
 
     @contextmanager
     def scheduling(self, scheduler: Any) -> Iterator[None]:
-        """Within, SGLang makes a batch of requests that wait. Requests that wait for chunks are not among them."""
+        """A context in which SGLang makes a batch of waiting requests. Requests that still wait for chunks are hidden
+        from it."""
         rank = self._rank
         if rank is None or not rank.prompts:
             yield
             return
         queue = list(scheduler.waiting_queue)
-        rank.prompts.keep_only([req.rid for req in queue])
+        bootstrapping = scheduler.disagg_prefill_bootstrap_queue
+        comes = bootstrapping.queue if bootstrapping is not None else ()
+        rank.prompts.keep_only([req.rid for req in (*queue, *comes)])
         waiting = rank.prompts.settle([req.rid for req in queue], self._agree)
         scheduler.waiting_queue = [req for req in queue if req.rid not in waiting]
         try:
@@ -170,7 +175,7 @@ class PoolLinker(UnifiedCacheLinker):
                 scheduler.waiting_queue = left
 
     def idle(self) -> None:
-        """SGLang has nothing to compute, and would ask again without pause."""
+        """Pause, because SGLang has nothing to compute and would call again without pause."""
         rank = self._rank
         if rank is None:
             return
@@ -187,20 +192,20 @@ class PoolLinker(UnifiedCacheLinker):
         self._rank.stepped(int(batch.extend_num_tokens or 0) if extends else 0)
 
     def matching(self, key: Any, req: Any, result: Any) -> None:
-        """SGLang looks for a request's prefix, and calls `lookup` next if it wants more than it has."""
+        """SGLang looks for a request's prefix in its cache, and calls `lookup` next for the tokens that it lacks."""
         prompt = self._rank.prompts.get(req.rid) if self._rank else None
         if prompt is None:
             return
         named = (prompt.settled or 0) * CHUNK_TOKENS
         same = (
-            salt_of(key.cache_salt, key.extra_key) == prompt.salt
+            salt_of(key.cache_salt, key.extra_key, req.lora_id) == prompt.apart.salt
             and key.raw_token_ids()[:named] == prompt.tokens[:named]
         )
         prompt.matched = result.device_prefix_len if same else -1
 
     @contextmanager
     def inserting(self, req: Any) -> Iterator[None]:
-        """Within, SGLang puts a request's KV into its cache, and offloads its nodes."""
+        """A context in which SGLang puts a request's KV into its cache, and offloads its nodes."""
         self._inserting = req
         try:
             yield
@@ -251,7 +256,7 @@ class PoolLinker(UnifiedCacheLinker):
         return lengths
 
     def _usable(self, prompt: PoolPrompt) -> bool:
-        """Whether chunks of this prompt can be loaded behind what is in the cache."""
+        """Whether this prompt's chunks can be loaded that follow its prefix in the radix cache."""
         assert self._rank is not None
         model = self._rank.model
         return bool(
@@ -281,7 +286,8 @@ class PoolLinker(UnifiedCacheLinker):
         return True
 
     def _planned(self, prompt: PoolPrompt, slots: torch.Tensor) -> _Load | None:
-        """What is copied where. None if SGLang wants what was not named."""
+        """The plan which chunks are copied into which slots; None if SGLang requests a length that `lookup` did not
+        name."""
         assert self._rank is not None
         first, stop = prompt.matched, prompt.matched + len(slots)
         last = stop // CHUNK_TOKENS
@@ -377,7 +383,7 @@ class PoolLinker(UnifiedCacheLinker):
 
         Args:
             before: tokens before the node.
-            slots: of all tokens up to the node's end.
+            slots: slots of all tokens up to the node's end.
         """
         rank, req = self._rank, self._inserting
         assert rank is not None
@@ -385,13 +391,13 @@ class PoolLinker(UnifiedCacheLinker):
         numbers = range(before // CHUNK_TOKENS, len(slots) // CHUNK_TOKENS)
         if not numbers:
             return []
-        if not model or not rank.takes(req):
+        apart = rank.apart(req)
+        if not model or apart is None:
             offload.stored = False
             return []
         tokens = req.full_untruncated_fill_ids[: numbers.stop * CHUNK_TOKENS]
-        salt = salt_of(req.cache_salt, req.extra_key)
         try:
-            chunks = chunks_of(model, tokens, salt, first=numbers.start)
+            chunks = chunks_of(model, tokens, apart, first=numbers.start)
         except OverflowError:
             return []
         pages = (slots[:: self._page_size] // self._page_size).tolist()
@@ -428,7 +434,7 @@ class PoolLinker(UnifiedCacheLinker):
         return jobs
 
     def _name(self, offload: _Offload, jobs: int) -> str | None:
-        """A name for a job that no other has; None if too many are under way."""
+        """A unique name for a job; None if too many jobs are under way."""
         with self._lock:
             if len(self._jobs) >= MOST_SAVES:
                 return None
@@ -481,7 +487,7 @@ class PoolLinker(UnifiedCacheLinker):
             self._rank.close()
 
     def _fence(self) -> Any:
-        """A point after which the pages that were computed so far are written; None on a CPU."""
+        """An event on the device, after the work that writes the pages computed so far; None on a CPU."""
         stream = self.forward_stream
         if not isinstance(stream, torch.cuda.Stream):
             return self._rank.loads.fence() if self._rank else None

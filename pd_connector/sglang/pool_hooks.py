@@ -21,7 +21,7 @@ def _of(scheduler: Any) -> Any:
 
 
 def resolved(original: Callable[..., Any], server_args: Any, *args: Any, **options: Any) -> Any:
-    """SGLang works out its arguments: the config key `pool` stands for those of the linker."""
+    """SGLang resolves its arguments: if the config has `pool`, set the arguments of the linker."""
     if uses_pool():
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -56,6 +56,15 @@ def schedules(original: Callable[..., Any], scheduler: Any, *args: Any, **option
         return original(scheduler, *args, **options)
     with linker.scheduling(scheduler):
         return original(scheduler, *args, **options)
+
+
+def decodes(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
+    """A decode engine handles its queues: check for ended offloads, too. SGLang itself does so only with HiCache."""
+    if (
+        _of(scheduler) is not None and scheduler.tree_cache.linker.pending_offloads
+    ):  # as on all ranks
+        scheduler.tree_cache.check_hicache_events()
+    return original(scheduler, *args, **options)
 
 
 def inserts(original: Callable[..., Any], cache: Any, req: Any, *args: Any, **options: Any) -> Any:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--middleware scheduler_plugins.vllm.PoolMiddleware`: `GET /pd/pool` tells routers what the KV pool of this host has.
-`AdmissionMiddleware` answers it, too."""
+"""`--middleware scheduler_plugins.vllm.PoolMiddleware`: `GET /pd/pool` gives routers the contents of this host's KV
+pool. `AdmissionMiddleware` answers it, too."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -36,18 +37,17 @@ _MOST_SILENT = 8
 
 
 class PoolMiddleware:
-    """A pure ASGI middleware. It reads the store as commands do: the budgets and chunks are the engines' business.
+    """A pure ASGI middleware. It only reads the store, as commands do: it changes no budgets and no chunks.
 
     Args:
-        engine: the engine's id in the pool, where vLLM's configuration does not tell it.
+        engine: the engine's id in the pool, if vLLM's configuration does not have it.
     """
 
     def __init__(self, app: App, engine: str = "") -> None:
         self._app = app
         self._engine = engine
-        self._store: LocalStore | None = None
-        self._carrier: _Carrier | None = None
-        self._opening = asyncio.Lock()
+        self._opened: tuple[LocalStore, _Carrier] | None = None
+        self._opening = threading.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -77,26 +77,28 @@ class PoolMiddleware:
                 404, 'this engine has no KV pool: set "pool": true in kv_connector_extra_config'
             )
         try:
-            async with self._opening:
-                if self._store is None:
-                    self._store = await asyncio.to_thread(_opened)
-                    self._carrier = _Carrier()
-            store, carrier = self._store, self._carrier
-            assert carrier is not None
-            return await asyncio.to_thread(_report, store, carrier, engine, after, of)
+            return await asyncio.to_thread(self._report, engine, after, of)
         except (ConfigError, PoolError, OSError) as error:
             return _refusal(503, f"the pool cannot be read: {error}")
 
+    def _report(self, engine: str, after: str, of: str) -> PoolReport | Refusal:
+        """Make the report in a thread, because it reads the store's files. If the request is cancelled meanwhile, the
+        next request uses the opened store."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = LocalStore(Space(memory_folder(), 0), visits=True), _Carrier()
+        return _report(*self._opened, engine, after, of)
+
 
 class _Carrier:
-    """The carrier of this host, with the far store that it has told of last. Any thread may use it."""
+    """The carrier of this host, with the id of the far store that it reported last. Any thread may use it."""
 
     def __init__(self) -> None:
         self._link = CarrierLink(memory_folder())
         self._far, self._silent = "", 0
 
     def far(self) -> str:
-        """Id of the far store; empty without a carrier, or while it does not know it."""
+        """Id of the far store; empty without a carrier, or while the carrier does not know it."""
         status = self._link.status(CARRIER_S)
         return self._remembered(None if status is None else status.mark)
 
@@ -107,7 +109,8 @@ class _Carrier:
         return page or (FarPage(far, [], after) if far else None)
 
     def _remembered(self, reported: str | None) -> str:
-        """The id that the carrier tells, or has told before: a busy one may be late."""
+        """The far store's id as the carrier reports it, or as it reported it last: a busy carrier can answer too
+        late."""
         if reported is not None:
             self._far, self._silent = reported, 0
         elif not self._link.is_there or self._silent >= _MOST_SILENT:
@@ -117,14 +120,9 @@ class _Carrier:
         return self._far
 
 
-def _opened() -> LocalStore:
-    return LocalStore(Space(memory_folder(), 0), visits=True)
-
-
 def _report(
     store: LocalStore, carrier: _Carrier, engine: str, after: str, of: str
 ) -> PoolReport | Refusal:
-    """In a thread: the store's files are read."""
     store.restore_folders()
     advertised = find_engine(store.advertised(), engine)
     if advertised is None:

@@ -52,7 +52,7 @@ class YamlText:
             raise ValueError(self._message("; ".join(said), int(line[1]) if line else 0)) from None
 
     def wrong(self, error: Exception) -> str:
-        """The message of an error about a value that the text has. It names the line, where it can be found.
+        """The message of an error about a value that the text has. It names the line, if the line can be found.
 
         Args:
             error: its message begins with a key, or has the value in quotes.
@@ -69,7 +69,7 @@ class YamlText:
         return self._message(said, line)
 
     def _mistakes(self, said: str, form: type) -> Iterator[str]:
-        """The messages of this mistake, and of those that show once each unknown key is taken out."""
+        """The messages of this mistake, and of further mistakes that show when each unknown key has been removed."""
         content = msgspec.yaml.decode(self._text)
         while True:
             yield self._validation(said, form)
@@ -159,7 +159,8 @@ def _entries(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _line_at(node: Any, steps: Sequence[str]) -> int:
-    """The line of the key or element at this path, or of the last one on the way to it; 0: there is none."""
+    """The line of the key or element at this path, or else of the deepest existing element of the path; 0: there is
+    none."""
     line = node.start_mark.line + 1 if node is not None and steps else 0
     for n, step in enumerate(steps):
         if step == "...":
@@ -182,7 +183,7 @@ def _leads(node: Any, steps: Sequence[str]) -> bool:
 
 
 def _line_of_key(root: Any, name: str, element: int | None) -> int:
-    """The line of a key of the whole, or of one of its sections; 0: there is none."""
+    """The line of a key of the top level or of one of its sections; 0: there is none."""
     steps = [name] if element is None else [name, str(element)]
     if any(key.value == name for key, _ in _entries(root)):
         return _line_at(root, steps)
@@ -201,7 +202,7 @@ def _scalars(node: Any) -> Iterator[Any]:
 
 
 def _line_of_text(root: Any, text: str) -> int:
-    """The line of the first key or value that is this text, or else has it in it; 0: there is none."""
+    """The line of the first key or value that equals this text, or else contains it; 0: there is none."""
     matches = [node for node in _scalars(root) if text and text in node.value]
     matches = [node for node in matches if node.value == text] or matches
     return matches[0].start_mark.line + 1 if matches else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process and everything it started, seen and ended as one.
+"""A process and all its descendants, counted and ended together.
 
 An engine is a handful of processes. Some of them outlive a parent that is killed, and then spin at full speed.
 Members are therefore found in three ways that complement each other: by descent, by process group, and by a
@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self
@@ -113,8 +113,9 @@ class Family:
         """Send a signal to every member."""
         members = self.members()
         if self._root.poll() is None:
-            os.killpg(self.pid, number)
-            members = [p for p in members if p.group != self.pid]
+            with suppress(ProcessLookupError):  # it has just been forked, into our own group still
+                os.killpg(self.pid, number)
+                members = [p for p in members if p.group != self.pid]
         proc.signal_all(members, number)
 
     def pause(self) -> None:

@@ -219,8 +219,8 @@ class EnginePool:
         self.use(config)
 
     def replace(self, engine: BackendEngine, place: Place) -> None:
-        """The engine has this place in the settings. It goes home, even if it was pinned, if its home has changed, or if
-        it may no longer have its role. An SGLang engine is not there before it has been switched."""
+        """Give the engine this place in the settings. If its home has changed, or its role is not allowed any more, it
+        goes home, even if it was pinned. An SGLang engine arrives there only when it has been switched."""
         role_state, role = engine.role_state, engine.role
         before, role_state.place = role_state.place, place
         taken = before.may != place.may and self._config.moving is not None

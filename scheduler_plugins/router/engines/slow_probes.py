@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is asked every few seconds: its models, its place in a KV pool, and whether KV arrives."""
+"""Queries to an engine every few seconds: its models, its place in a KV pool, and whether KV arrives."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ class SlowProbes:
         engine.warning = warning
 
     def _count(self, handoffs: dict[str, int], now_s: float) -> None:
-        """Take the engine's outcomes of handoffs since its start, and count the new ones. The first time, they are older
-        than the last minutes that the live page shows."""
+        """Take the engine's outcomes of handoffs since its start, and count the new outcomes. At the first call none
+        counts as new: they may be older than the minutes that the live page shows."""
         engine = self.engine
         for outcome, count in handoffs.items():
             before = engine.handoffs.get(outcome, 0)

@@ -261,7 +261,7 @@ class EngineWatch:
         self._asking = asyncio.create_task(ask(), name=f"address of {engine.url}")
 
     def identify_again(self) -> None:
-        """Ask the engine for its side once more: a change of it may have gone half way."""
+        """Ask the engine for its side once more, because a change of its side may have been interrupted."""
         self._unsure = True
         self.wake.set()
 
@@ -283,8 +283,8 @@ class EngineWatch:
 
         Args:
             refusing: the engine takes no new connections, and may still finish its requests.
-            answers: it answers that it takes no requests, and may still finish those that it has.
-            cause: of an engine that has not been up: each is logged once.
+            answers: the engine answers that it takes no requests, and may still finish its open requests.
+            cause: cause of the failure of an engine that has not been up: each is logged once.
         """
         engine = self.engine
         now = asyncio.get_running_loop().time()
