@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Files are taken in this order: a worker that began a long one last would be alone with it. Threads of torch would wait
 # for each other in loops, on cores that other workers need.
 COMPUTING := tests/emulator tests/kernels tests/codec tests/kv tests/memory tests/pages tests/plan tests/protocol \
-	tests/scheduler_plugins
+	$(addprefix tests/scheduler_plugins/,admission cost middleware order planner profile qos queue sim vllm)
 QUIET = $(shell grep -rl "pytest.mark.quiet" tests --include="test_*.py")
 
 # Parts run one after the other also with -j: each uses all processors.

@@ -74,7 +74,14 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def warm_up() -> None:
+    """What a first launch imports, and the sum over Triton's files that each compilation asks for, are there in forks."""
+    problem_of("transfer raw", 0)
+    pass_over_modules()
+
+
 def serve() -> None:
+    warm_up()
     for line in sys.stdin:
         path, *arguments = json.loads(line)
         if (child := os.fork()) == 0:

@@ -29,7 +29,7 @@ from recipes import (
 )
 
 from pd_connector.pool.settings import SHM_VARIABLE
-from pd_connector.tools.launch import VllmEngine
+from pd_connector.tools.launch import VllmEngine, stop_services
 
 CHUNKS = 5
 PROMPT = [3 + (7 * place) % 250 for place in range(700)]
@@ -82,7 +82,7 @@ class PooledEngines:
             connector,
             json.dumps(config),
         )
-        if vllm == "0.31" or packages:
+        if vllm == "0.31":
             recipe = recipe._replace(forked=False)
         log = self._logs / f"{len(self.started)}.log"
         engine = recipe.engine(f"engine {len(self.started)}", log)
@@ -119,8 +119,7 @@ def sharing_a_pool(logs: Path) -> Iterator[PooledEngines]:
     try:
         yield engines
     finally:
-        for engine in engines.started:
-            engine.stop()
+        stop_services(engines.started)
         shutil.rmtree(shm)
 
 

@@ -5,6 +5,7 @@ would compute otherwise is found out, and answers are right all along."""
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,6 +27,7 @@ SETUP = Setup.of(
     args=["--worker-extension-cls", "probe.Saboteur", "--block-size", str(PAGE)],
 )
 RECEIVED = "pd_connector:received_transfers_total"
+HANDOFFS = "pd_connector:handoffs_total"
 _starts = itertools.count(100, 50)
 
 
@@ -33,29 +35,37 @@ def audits(pair: Pair, cause: str) -> float:
     return pair.d.metrics().total("pd_connector:audits_total", cause=cause)
 
 
+def not_audited(pair: Pair) -> float:
+    """Requests that have ended, and of which no audit comes."""
+    samples = pair.d.metrics()
+    return samples.total(HANDOFFS) - samples.total(HANDOFFS, cause="audited")
+
+
 def audited(pair: Pair, reference, cause: str, tokens: int = 300, max_tokens: int = 32) -> None:
     """Ask until an audit has ended in this way. Every answer is right, and of computed prompts."""
     before = audits(pair, cause)
     with delta(pair.d, RECEIVED) as received:
         for _ in range(10):
-            prompt = prompt_of(tokens, start=next(_starts))
+            prompt, refused = prompt_of(tokens, start=next(_starts)), not_audited(pair)
             answer = two_step(pair.p, pair.d, prompt, max_tokens)
             assert_same_logprobs(answer, reference(prompt, max_tokens), TOLERANCE)
-            if _grown(pair, cause, before):
+            if _grown(pair, cause, before, refused):
                 break
         else:
             raise AssertionError(f"no audit has ended with {cause!r}")
     assert received.amount == 0
 
 
-def _grown(pair: Pair, cause: str, before: float) -> bool:
-    """Whether the metrics tell of an audit within two seconds."""
+def _grown(pair: Pair, cause: str, before: float, refused: float = math.inf) -> bool:
+    """Whether the metrics tell of an audit within two seconds, or before they tell of a request that is `not_audited`."""
     try:
-        wait_until(lambda: audits(pair, cause) > before, "an audit", 2)
+        wait_until(
+            lambda: audits(pair, cause) > before or not_audited(pair) > refused, "an audit", 2
+        )
+        return audits(pair, cause) > before
     except AssertionError:
         completion(pair.d, "a", 1)  # a step, so that metrics are told
         return audits(pair, cause) > before
-    return True
 
 
 def used(pair: Pair, reference, tokens: int = 300) -> int:
@@ -117,7 +127,7 @@ def test_what_is_wrong_is_found_and_never_answers(pair: Pair, reference, kind: s
     start_anew(pair)
     probe_all(pair.p, "sabotage", kind)
     for _ in range(10):
-        before = audits(pair, "audit")
+        before, refused = audits(pair, "audit"), not_audited(pair)
         prompt, salt = prompt_of(300, start=next(_starts)), fresh_salt()
         params = prefill_step(pair.p, prompt, cache_salt=salt)
         if kind == "a damaged page":
@@ -126,7 +136,7 @@ def test_what_is_wrong_is_found_and_never_answers(pair: Pair, reference, kind: s
             probe(pair.p, "damage_token", params["remote_block_ids"][0][4], 7)
         answer = completion(pair.d, prompt, 32, cache_salt=salt, kv_transfer_params=params)
         assert_same_logprobs(answer, reference(prompt), TOLERANCE)
-        if _grown(pair, "audit", before):
+        if _grown(pair, "audit", before, refused):
             break
     else:
         raise AssertionError("nothing was found")

@@ -236,7 +236,7 @@ class EnginePool:
         over = [self._running.pop(recipe) for recipe in self._running.keys() - kept]
         self.start(prefill)
         self.start(decode)
-        stop_services(over)  # meanwhile: SGLang looks every five seconds whether it is to end
+        stop_services(over)  # meanwhile: an engine that is not forked takes up to five seconds
         wait_all([self._running[prefill], self._running[decode]])
         return self._running[prefill], self._running[decode]
 

@@ -73,7 +73,8 @@ class Recipe:
 CHUNK_TOKENS = 128
 CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
-REFERENCE = Recipe(None, args=("--disable-radix-cache",))
+REFERENCE = Recipe(None, args=("--disable-radix-cache", "--sleep-on-idle"))
+"""It runs beside all pairs. SGLang's loop has no pause by default: idle, it would take a core from them."""
 SHORT_LEASE = '{"lease_s": 10}'  # what nobody fetches is given back soon
 PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE, forked=False)
 DECODE = Recipe("decode", 16, config=SHORT_LEASE, forked=False)

@@ -90,7 +90,7 @@ VARIABLES = {
 _ALWAYS = {"SPT_NOENV": "1"}  # as every family has it
 _OWN = ("TRITON_INTERPRET",)
 """Variables that imports read, and that engines may have: those that have one are forks of a process that has it."""
-_IMPORTED_FIRST = ("sitecustomize.py", "vllm")
+_IMPORTED_FIRST = ("sitecustomize.py", "vllm", "torchvision")
 """A folder of `PYTHONPATH` that has one of these decides what an engine imports."""
 _LATE = {proc.MARKER, "PYTEST_CURRENT_TEST"}
 

@@ -15,13 +15,13 @@ OPEN, OBJECTS = 1500, 300
 
 @pytest.fixture(autouse=True)
 def _as_python_starts() -> Iterator[None]:
-    """The collector's defaults, and nothing old that it would weigh new objects against."""
+    """The collector's defaults, and nothing old that it would weigh new objects against. What is frozen stays so: with it goes
+    what tests/conftest.py has frozen."""
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
     gc.set_threshold(*before)
 
 
