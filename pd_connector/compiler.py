@@ -19,7 +19,7 @@ class BackgroundCompile:
 
     Args:
         compile_it: compiles. What it raises becomes `problem`.
-        name: of the thread.
+        name: name of the thread.
         turn: compilations that share this lock run one after the other.
         daemon: whether the process may end during the compilation. A compiler that writes files or forks
             can crash the process if it is stopped midway.

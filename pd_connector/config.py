@@ -150,8 +150,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 names a host and the config permits other addresses than loopback.
 
         Raises:
-            ConfigError: unknown keys, wrong types, or values that contradict each other. It has all of them, but values
-                that can be read are not judged beside one that cannot.
+            ConfigError: unknown keys, wrong types, or values that contradict each other. The error lists all problems;
+                but if a value has a wrong type, the other values are not checked.
         """
         for name in extra:
             if name in _WITHOUT_EFFECT:
@@ -267,7 +267,8 @@ def _ill_typed(values: Mapping[str, Any], reason: str) -> str:
 
 
 def _choices(name: str, value: object) -> str:
-    """Which texts a key takes, and which of them was probably meant; "" for a key that takes any text or none."""
+    """The texts that a key accepts, and the text that was probably meant; "" for a key that accepts any text or no
+    text."""
     hint = get_type_hints(Config).get(name)
     kinds = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
     words = [str(word) for kind in kinds for word in get_args(kind)]
@@ -280,7 +281,7 @@ def _choices(name: str, value: object) -> str:
 
 
 def _rewritten(name: str, value: object, required: str) -> str:
-    """How to write a text of which another type is wanted; "" if that cannot be told."""
+    """How to write a value that is a text but must have another type; "" if that is unclear."""
     if not isinstance(value, str):
         return ""
     if required.startswith("Expected `array`"):

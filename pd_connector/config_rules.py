@@ -25,7 +25,8 @@ _LEAST_SWITCH_MS = 0.05
 
 
 class _Rule(NamedTuple):
-    """What one value must be. `holds` says whether it is, `required` is for the error."""
+    """The rule for one value. `holds` returns whether a value keeps it; `required` is its text for
+    the error."""
 
     name: str
     holds: Callable[[Any], bool]

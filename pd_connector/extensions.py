@@ -90,10 +90,10 @@ TELL_S = 60.0
 
 
 class Faults:
-    """Tells in the log what another package's code does wrong while it is used. The caller goes on without its answer.
+    """Logs faults of another package's code while it is used. The caller continues without its result.
 
-    Each kind of fault is told once a minute, with the number of faults since. Each kind of exception is told with its
-    traceback, once.
+    Each kind of fault is logged at most once a minute, with the number of faults since. Each kind of exception is
+    logged once with its traceback.
     """
 
     def __init__(self, logger: logging.Logger, instead: str) -> None:
@@ -140,7 +140,7 @@ def load_entry_points(group: str) -> Mapping[str, Extension]:
 def unknown_name(
     kind: str, name: str, own_names: Iterable[str], group: str, config_key: str
 ) -> ConfigError:
-    """The error for a name that neither this package nor another one defines.
+    """The error for a name that neither this package nor another package defines.
 
     Args:
         kind: what the name stands for, such as "transport".

@@ -73,7 +73,7 @@ def port_range(written: int | str) -> range:
 def stray_character(text: str) -> str:
     """The first space, line break or other character of `text` that no URL has, in words; empty: there is none.
 
-    Python's `urlsplit` drops line breaks, tabs, and spaces at the beginning without a word.
+    Python's `urlsplit` silently drops line breaks, tabs, and spaces at the beginning.
     """
     stray = next(
         (character for character in text if character.isspace() or not character.isprintable()), ""

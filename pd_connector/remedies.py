@@ -97,7 +97,7 @@ class Outage(NamedTuple):
     """No KV arrives at an engine.
 
     Attributes:
-        finding: what its metrics say, in a sentence.
+        finding: the finding from its metrics, as a sentence.
         advice: what to do.
     """
 
@@ -121,7 +121,7 @@ def weights_read(read_bytes: float, nbytes: float) -> str:
 
 
 def unread_in(gauges: Mapping[str, float]) -> str:
-    """The same by an engine's gauges (without prefix); empty if it has read all."""
+    """`weights_read` of an engine, by its gauges (names without prefix); empty if it has read all."""
     read_bytes, nbytes = gauges.get("weights_read_bytes", 0.0), gauges.get("weights_bytes", 0.0)
     return weights_read(read_bytes, nbytes) if read_bytes < nbytes else ""
 
@@ -177,7 +177,7 @@ def handoffs_in(metrics: str) -> dict[str, int]:
 
 
 def outage_in(metrics: str) -> Outage | None:
-    """What is wrong at an engine, from its `/metrics` (Prometheus' text). None if KV moves there, if there was no prompt
+    """The outage of an engine, from its `/metrics` (Prometheus' text). None if KV moves there, if there was no prompt
     to move, or if the engine has no PDConnector."""
     totals = Counter[str]()
     by_cause = {name: Counter[str]() for name in _BY_CAUSE}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of the model that an engine advertises to its peers, kept true while weights change.
 
-Nothing is told of the weights before all bytes of the files that they were loaded from were read. When weights change in
-place, nothing is told of them from the first moment on, so that no KV passes. What they are is told when they have
-changed: by files, where all of them were loaded from files; otherwise by the parameters in memory.
+The weights' fingerprint is advertised only after all bytes of their files were read. When weights change in place, it
+is withdrawn at once, so no KV passes. After the change the new fingerprint is advertised. It is made from the files if
+all weights were loaded from files, otherwise from the parameters in memory.
 """
 
 import logging
@@ -30,11 +30,11 @@ class DraftFiles(NamedTuple):
 
 
 class _Reading:
-    """Checkpoints that are read, each by its reader.
+    """Several checkpoints that are being read, with a `WeightsReader` each.
 
     Args:
-        told: called when the last of them has ended, from a reader's thread or at once; not once it is stopped.
-        progressed: called with the bytes that are known and those that there are. Once it is stopped, there are none.
+        ended: called once, when the last reader has ended, from its thread or at once. Never called after `stop`.
+        progressed: called with the number of bytes read and the total; with zeros by `stop`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class _Reading:
             reader.tell(self._progress, self._ended)
 
     def stop(self) -> None:
-        """What is read is of no use any more. Once this has returned, nothing is told."""
+        """Stop the readers: their result is not needed any more. After the return no callback is called."""
         with self._lock:
             over, self.over = self.over, True
             if not over:
@@ -62,7 +62,7 @@ class _Reading:
             reader.stop()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of its threads; returns whether it has come."""
+        """Wait until the readers' threads end, each at most `timeout_s` seconds. Returns whether all have ended."""
         return all(reader.join(timeout_s) for reader in self._readers)
 
     def _progress(self) -> None:
@@ -88,16 +88,17 @@ class AdvertisedModel:
     """Used by one thread of the engine.
 
     Args:
-        facts: what peers are told when the agent starts. They are `reading` if there are files to be read.
-        files: what the weights were loaded from; None where they are not from files. They are closed when they were read.
+        facts: the model as the agent advertises it at its start; with `reading` set if files must be read first.
+        files: the files that the weights were loaded from; None if not from files. Closed here after they were read.
         submit: hands a command to the agent.
         draft: the draft model, if its weights are from files.
 
     Attributes:
-        withdrawn: nothing is told of the weights now.
-        changes: how often the weights have changed, or the cache was lost. KV that was computed before is none of the
-            present weights'.
-        unreadable: the files are not what was loaded, or cannot be read: the caller tells what is in memory instead.
+        withdrawn: no fingerprint of the weights is advertised now.
+        changes: number of changes of the weights and losses of the cache. KV computed before the last one must not be
+            used.
+        unreadable: the files were replaced after the load, or cannot be read: the caller advertises the parameters in
+            memory instead.
     """
 
     def __init__(
@@ -120,11 +121,11 @@ class AdvertisedModel:
 
     @property
     def reads(self) -> bool:
-        """Whether weights are being read. Once they are not, what was read has been told."""
+        """Whether weights are being read. When it turns False, the result has been submitted to the agent."""
         return self._reading is not None and not self._reading.over
 
     def wait(self) -> None:
-        """Wait until all that is being read was read. What was found has been told then."""
+        """Wait until all files were read. Their fingerprint has been submitted to the agent then."""
         while self._reading is not None and not self._reading.join(60.0):
             pass
 
@@ -133,7 +134,7 @@ class AdvertisedModel:
         return self._unknown() if self.withdrawn else self.facts
 
     def tell_to(self, submit: Callable[[Command], None]) -> None:
-        """Another agent has taken the place of the one before. It knows `facts_now`, as they were when it started."""
+        """Submit to a new agent, which replaces the previous one. It started with `facts_now` of that moment."""
         self._submit = submit
         facts = self.facts_now()
         if facts.weights and not facts.reading:
@@ -149,7 +150,7 @@ class AdvertisedModel:
             self._submit(ChangeModel(self._unknown()))
 
     def other_weights(self) -> None:
-        """The weights are not the advertised ones. The caller advertises the new ones next."""
+        """Withdraw the advertised weights, because others are loaded. The caller advertises the new ones next."""
         self.withdrawn, self.unreadable = True, False
         self.changes += 1
         self.close()
@@ -160,16 +161,21 @@ class AdvertisedModel:
         self.changes += 1
 
     def forget_draft(self) -> None:
-        """The draft model may have other weights, too. While weights are withdrawn: the next ones are told without it."""
+        """The draft model's weights may have changed, too: advertise the next weights without it. Call it while weights
+        are withdrawn."""
         self._draft = None
         self._at_start = msgspec.structs.replace(self._at_start, draft=b"")
 
     def tell_files(self, files: Sequence[CheckpointFiles], draft: DraftFiles | None = None) -> bool:
-        """All weights were loaded from these files since they were withdrawn. Returns whether they will be told, once
-        they were read. They will not if the files may lack a tensor, because that tensor stayed as it was.
+        """Advertise the weights of these files, from which all weights were loaded since `withdraw`, after reading
+        them.
+
+        Returns False, and does nothing, if the files may lack a tensor of the previous files: that tensor kept its old
+        value.
 
         Args:
-            draft: what the draft model was loaded from since then. It is told if its files lack no tensor either.
+            draft: the files that the draft model was loaded from since `withdraw`. Advertised if they lack no tensor
+                either.
         """
         if not _replaces(files, self._files):
             return False
@@ -183,20 +189,20 @@ class AdvertisedModel:
         return True
 
     def tell_memory(self, *, loaded: bytes, version: str = "") -> None:
-        """Tell the parameters in memory, and what the operator calls them: the weights have changed, or their files are
-        `unreadable`."""
+        """Advertise the parameters in memory, and the operator's name for them. For weights that changed without files,
+        or whose files are `unreadable`."""
         facts = self._unknown(loaded=loaded, version=version)
         self._change(msgspec.structs.replace(facts, reading=self._draft is not None))
         if self._draft is not None:
             self._read(())
 
     def close(self) -> None:
-        """Nothing more is told of the weights that were told last."""
+        """Stop the readers. The weights that are being read are not advertised."""
         if self._reading is not None:
             self._reading.stop()
 
     def _read(self, files: Sequence[CheckpointFiles]) -> None:
-        """Tell these weights once they and the draft model's were read."""
+        """Read these files and the draft model's, then advertise both."""
         self._files = files or self._files
         draft = self._draft.files if self._draft else ()
         parts = list(dict.fromkeys([*files, *draft]))
@@ -211,7 +217,7 @@ class AdvertisedModel:
         )
 
     def _know(self, files: Sequence[CheckpointFiles]) -> None:
-        """All that is to be read was read: called by a reader's thread, unless it was stopped."""
+        """Advertise what was read. Called by a reader's thread after the last file, unless reading was stopped."""
         if self._draft is not None:
             problems = [part.problem for part in self._draft.files if part.problem]
             for problem in problems[:1]:
@@ -237,7 +243,7 @@ class AdvertisedModel:
         self._submit(KnowWeights(weights, draft))
 
     def _unknown(self, *, loaded: bytes = b"", version: str = "") -> ModelFacts:
-        """The model, with nothing known of its weights but the given fingerprint."""
+        """The model without a fingerprint of its files; only with that of the parameters in memory, if given."""
         return msgspec.structs.replace(
             self._at_start,
             weights=b"",
@@ -254,7 +260,7 @@ class AdvertisedModel:
 
 
 def _replaces(files: Sequence[CheckpointFiles], before: Sequence[CheckpointFiles]) -> bool:
-    """Whether these files have all tensors of those before, in their forms."""
+    """Whether the new files have the same tensors as the previous ones, with the same dtypes and shapes."""
     if not before or any(part.problem or part in files for part in before):
         return False
     if not (_forms_known(before) and _forms_known(files)):
@@ -264,7 +270,7 @@ def _replaces(files: Sequence[CheckpointFiles], before: Sequence[CheckpointFiles
 
 
 def _forms_known(parts: Sequence[CheckpointFiles]) -> bool:
-    """Look at the forms of all tensors (`CheckpointFiles.forms`). Returns whether the files could be read."""
+    """Read the dtypes and shapes of all tensors (`CheckpointFiles.forms`). Returns whether the files could be read."""
     try:
         for part in parts:
             part.forms = part.forms or tensor_forms(part.files)

@@ -58,7 +58,7 @@ _open: "weakref.WeakKeyDictionary[Closable, int]" = weakref.WeakKeyDictionary()
 
 
 def close_at_exit(made: Closable) -> None:
-    """Close this object when the interpreter ends. A thread that is in a library then can crash the interpreter."""
+    """Close this object when the interpreter exits: a thread that still runs library code then can crash it."""
     _open[made] = os.getpid()
 
 
@@ -82,7 +82,7 @@ class TakenBack:
         self._announced: list[Command] = []
 
     def announced(self, command: Command) -> None:
-        """The engine will submit this command, and overwrite the pages before."""
+        """Shut the gate early: the engine will overwrite the pages before it submits this command."""
         if isinstance(command, Revoke | Withdraw | Drop):
             self._shut(command.request)
             self._announced.append(command)
@@ -105,9 +105,9 @@ class Agent:
         cache: the rank's pages. Only the agent's thread touches them, never a peer.
         produces: serve consumers.
         consumes: fetch from producers.
-        shards: of all ranks of this engine, this one included; by default only this one.
-        tells: what comes with final offers besides KV (`protocol.wire.final_token`).
-        needs: what this engine must get besides KV. A load does not end before it has come.
+        shards: shards of all ranks of this engine, this one included; by default only this one.
+        tells: the data that this engine sends with final offers besides KV (`protocol.wire.final_token`).
+        needs: the data that this engine needs besides KV. A load ends only after this data has come.
         late_revokes: the engine can overwrite pages before it takes them back (`take_back` or `submit`), but not before
             the preceding step has begun (`engine_steps`).
         audits: the engine can compute prompts to compare their KV (`Load.compares`). KV of a producer is loaded only
@@ -213,7 +213,7 @@ class Agent:
         close_at_exit(self._thread)
 
     def submit(self, command: Command, fence: Any = None) -> None:
-        """Hand a command to the agent's thread.
+        """Pass a command to the agent's thread.
 
         After `submit` of a `Revoke`, `Withdraw` or `Drop` has returned, this process does not touch the request's pages. A
         peer that still reads leased pages finds other bytes, and its load fails.

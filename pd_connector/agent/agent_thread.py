@@ -215,7 +215,7 @@ class AgentThread:
         return True
 
     def _wakes(self) -> bool:
-        """Rest until `wake` or `close`. Returns whether a new loop was made, if one is needed."""
+        """Rest until `wake` or `close`. Returns False if a new loop was needed and could not be made."""
         self._begin_again(cause=Cause.ASLEEP, detail="the engine sleeps: its pages are gone")
         self._telemetry.gauge(**dict.fromkeys((*UNDER_WAY, "leased_pages"), 0.0))
         with self._rest_changed:

@@ -49,8 +49,8 @@ class Withdraw(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """A request that will load this transfer waits in this engine. With `watch` the engine waits for `Held`, which says that
-    there is KV to load. With `keep` it is an audit: this engine computes the prompt, too."""
+    """A request waits in this engine and will load this transfer. With `watch`, the agent reports `Held` when there is
+    KV to load. With `keep` the load is an audit: this engine computes the prompt, too."""
 
     request: str
     transfer: str
@@ -82,7 +82,7 @@ class ChangeModel(NamedTuple):
 
 
 class ReadWeights(NamedTuple):
-    """How much of the files of the weights has been read now, in bytes."""
+    """Progress of reading the weights' files, in bytes."""
 
     read_bytes: int
     nbytes: int  # of all files
@@ -124,13 +124,13 @@ class CommandQueue:
         self._closed = False
 
     def put(self, command: Command, fence: Any) -> None:
-        """Add a command. Its copies come after the device's work before `fence`."""
+        """Add a command. Pages are copied for it only after the device has done its work before `fence`."""
         self._commands.put((command, fence))
         self.wake()
 
     def wake(self) -> None:
-        """Wake the thread that polls `wakes`. After `close` it does nothing: a thread that a store kept waiting may still
-        call it, and the descriptor's number may be another one's by then."""
+        """Wake the thread that polls `wakes`. It does nothing after `close`: a thread that waited for a store can call
+        it late, when the descriptor's number already belongs to another file."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self.wakes, 1)

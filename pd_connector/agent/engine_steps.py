@@ -8,8 +8,8 @@ class EngineSteps:
     """The number of steps that the engine has begun, and the time of the last.
 
     Args:
-        late_revokes: the engine can overwrite pages while it prepares a step, and revoke them only when the step begins.
-            Chunks gathered in the step before are in doubt then.
+        late_revokes: the engine can overwrite pages while it prepares a step, and revoke them only when the step
+            begins. Chunks that were gathered in the preceding step are uncertain then.
     """
 
     def __init__(self, *, late_revokes: bool = False) -> None:

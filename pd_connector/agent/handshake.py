@@ -52,8 +52,8 @@ def hello(
     codecs: Sequence[str],
     transports: Sequence[Transport],
 ) -> messages.Hello:
-    """A consumer's first message, to any engine: each transfer names the engine that it needs, and `Welcome` says which
-    engine has answered."""
+    """A consumer's first message. It names no engine: `Welcome` says which engine has answered, and each transfer names
+    the engine that it needs."""
     plain = geometry.needs_schema == 1
     return messages.Hello(
         newest=messages.SCHEMA,
@@ -169,7 +169,8 @@ def _check_model(producer: ModelFacts, consumer: ModelFacts, destination: Geomet
 
 
 def _shared(geometry: Geometry, ours: ModelFacts, theirs: ModelFacts) -> Geometry:
-    """The part of a cache that passes: without the draft model's layers, unless both have the same draft model."""
+    """The layers of a cache that pass: all, but without the draft model's layers unless both have the same draft
+    model."""
     return geometry if drafts_alike(ours, theirs) else without_drafts(geometry)
 
 
@@ -180,7 +181,7 @@ def _routes(
     accepted: Sequence[str],
     schema: int,
 ) -> tuple[Route, ...]:
-    """The routes of a session with this schema, whose rules they carry."""
+    """The routes of a session. They follow the rules of this schema version."""
     if missing := lacking(source, destination):
         raise RefusedError(
             Cause.GEOMETRY,

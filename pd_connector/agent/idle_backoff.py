@@ -19,8 +19,8 @@ class IdleBackoff:
     def __init__(self, *, alone: bool) -> None:
         """
         Args:
-            alone: the engine has one rank. With several ranks each step ends with the slowest one, so the pause of one
-                rank delays the reports of others. Pauses stay at FIRST_S then.
+            alone: whether the engine has only one rank. With several ranks each step ends with the slowest rank, so one
+                rank's pause delays the others. Pauses stay at FIRST_S then.
         """
         self._longest_s = LONGEST_S if alone else FIRST_S
         self._next_s = FIRST_S

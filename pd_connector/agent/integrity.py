@@ -17,5 +17,5 @@ class HasIntegrity(Protocol):
 
 
 def checks_wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether PD_CONNECTOR_CHECK=1 asks for checks in a live engine."""
+    """Whether PD_CONNECTOR_CHECK=1 turns on integrity checks in a live engine."""
     return environment.get(CHECK_VARIABLE) == "1"

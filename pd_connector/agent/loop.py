@@ -81,7 +81,7 @@ class LoopWaits:
     only.
 
     Attributes:
-        only_data: the last wait ended because of transports alone.
+        only_data: whether the last wait ended only because of transports.
 
     Args:
         always: sockets and descriptors to poll besides transports and sessions.
@@ -131,8 +131,8 @@ class LoopWaits:
         self.only_data = bool(timeout_ms and ready) and all(what in data for what in ready)
 
     def _poll(self, timeout_ms: int) -> list[Any]:
-        """The pollables that are ready, at the latest after `timeout_ms`. Also returns when the engine's device has computed
-        pages to be sent or saved; that check is cheap."""
+        """Wait for ready pollables, at most `timeout_ms`, and return them. Also returns when the engine's device has
+        computed pages to be sent or saved: that is polled, which is cheap."""
         ends = time.monotonic() + timeout_ms / 1000
         sides = [side for side in (self._producer, self._pool) if side]
         while timeout_ms > _DEVICE_POLL_MS and any(side.waits_for_device for side in sides):
@@ -180,12 +180,12 @@ class Loop:
         ranks: returns all ranks of this engine that it has introduced.
         produces: serve consumers.
         consumes: fetch from producers.
-        shards: of all ranks of this engine, this one included.
+        shards: shards of all ranks of this engine, this one included.
         audits: results of audits; None if producers need not pass one.
         port: control port to listen on; 0: that of the config.
         wrap: wraps each transport, for tests.
         store: keeps chunks of KV after their request; None without a pool.
-        trust: the writers of pool chunks whose chunks are used.
+        trust: the writers whose pool chunks this engine uses.
         engine: name and version of the engine, for records of the pool.
 
     Raises:
@@ -381,8 +381,8 @@ class Loop:
                 part.check_integrity()
 
     def close(self) -> None:
-        """Free sockets, memory and descriptors. When the control port closes, consumers ask their transports whether this
-        rank still writes into their slots. So transports close first."""
+        """Free sockets, memory and descriptors. Transports close before the control port: when the port closes,
+        consumers ask their transports whether this rank still writes into their slots."""
         before = (self.consumer_side, self.pool_side)
         for owner in (*before, *self._transports, self.producer_side, self._gatekeeper):
             if owner:

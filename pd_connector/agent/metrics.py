@@ -96,7 +96,7 @@ HISTOGRAMS = {
 
 
 def values_of(name: str, labels: Labels) -> list[str]:
-    """The values of a counter's labels, in the order of `LABELS`; empty where one is not given."""
+    """The values of a counter's labels, in the order of `LABELS`; an empty string for a label that is not given."""
     given = dict(labels)
     return [given.get(label, "") for label in LABELS.get(name, ())]
 

@@ -34,7 +34,7 @@ class PageGate:
         """Shut the gate. After the return no copy of the request's pages begins, and no copy that is under way is used.
 
         Returns:
-            Whether no copy was under way any more after at most `timeout_s` seconds.
+            Whether copies that were under way have ended within `timeout_s` seconds.
         """
         timeout = min(timeout_s, threading.TIMEOUT_MAX)
         with self._changed:

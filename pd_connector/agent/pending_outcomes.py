@@ -48,15 +48,16 @@ class PendingOutcomes:
                     self._requests[Free].discard(command.request)
 
     def report(self, outcome: Outcome) -> None:
-        """Report an outcome, from the agent's thread. Only the first one of a request counts. An abandoned agent's counts only for
-        the request that is still owed: the engine may have submitted another command for any other one meanwhile."""
+        """Report an outcome, from the agent's thread. Only a request's first outcome counts. An abandoned agent's
+        outcome counts only for the request `but` of `abandon`: for other requests the engine may have submitted a new
+        command meanwhile."""
         with self._lock:
             if not self._abandoned or outcome.request == self._owed:
                 self._put(outcome)
 
     def abandon(self, cause: Cause, detail: str, *, but: str | None = None) -> None:
-        """Report all pending outcomes as failed, except for the request `but`, whose report still counts. No other does until
-        `fail_all`."""
+        """Report all pending outcomes as failed, except that of the request `but`. Until `fail_all`, only this
+        request's reports count."""
         with self._lock:
             self._abandoned, self._owed = True, but
             self._fail(cause, detail, but)

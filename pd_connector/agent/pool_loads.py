@@ -77,13 +77,13 @@ class Readers:
         self._under_way = set[Future[None]]()
 
     def submit(self, threads: ThreadPoolExecutor, work: Callable[[], None]) -> None:
-        """Have one of `threads` or `bringers` do this. Raises RuntimeError after `close`."""
+        """Run a function in a thread of `threads` or `bringers`. Raises RuntimeError after `close`."""
         future = threads.submit(work)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
 
     def close(self, wait_s: float = 0.0) -> None:
-        """End the threads. Their reads are dropped. Those under way are waited for, at most `wait_s` seconds."""
+        """End the threads and drop their reads. Waits for reads that are under way, at most `wait_s` seconds."""
         for threads in (self.bringers, self.threads):
             threads.shutdown(wait=False, cancel_futures=True)
         wait(list(self._under_way), wait_s)
@@ -95,10 +95,10 @@ class _Filling:
 
     Attributes:
         facts: the model that the load is for.
-        waits: numbers of the chunks that are neither placed nor given up.
+        waits: numbers of the chunks that are not placed yet and not given up.
         stop: number of the first unusable chunk. Chunks from it on are not placed.
         cause: why that chunk is unusable.
-        miss: the pool's cause, if the fault is the chunk's.
+        miss: the pool's miss cause, if the chunk itself is unusable.
     """
 
     fill: Fill
@@ -144,10 +144,10 @@ class ChunkLoads:
     Args:
         gate: the engine's thread shuts it for requests whose pages must not be touched.
         loader: reads and verifies chunks.
-        trust: the writers whose chunks are used.
+        trust: the writers whose chunks this engine uses.
         experts: see `Comparison`.
         report: takes the end of every load.
-        done: has the agent's thread do some work.
+        done: runs a function in the agent's thread.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ChunkLoads:
         return min((load.moved_s + _STALL_S for load in self._fillings), default=float("inf"))
 
     def tick(self) -> None:
-        """Give up stalled loads and their threads. The other loads begin again: another tier may answer them."""
+        """Give up stalled loads and their threads. Start the other loads again: another tier may have their chunks."""
         now = time.monotonic()
         stalled = [load for load in self._fillings if now >= load.moved_s + _STALL_S]
         for filling in stalled:
@@ -324,7 +324,7 @@ class ChunkLoads:
             filling.fail(chunk.number, Cause.INTERNAL, repr(error))
 
     def _judge(self, filling: _Filling, comparison: Comparison) -> None:
-        """A comparison has ended: use chunks of these writers from now on, or never."""
+        """Note the end of a comparison: from now on chunks of these writers are used, or never."""
         if filling.cause is None and (problem := comparison.judge((), filling.routes)):
             filling.cause, filling.detail = problem
         self._telemetry.count("audits", cause=filling.cause or "passed")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves chunks into the pool: the agent's thread copies them out of pages, and threads write them into the store.
 
-The threads ask the store first. A chunk that the store has already is not copied: often another engine has saved it, as a
-prefill engine saves what it hands over.
+The threads ask the store first. A chunk that the store has already is not copied. That is common: a prefill engine
+saves the KV that it hands over, so its decode engine need not.
 """
 
 import logging
@@ -45,12 +45,12 @@ _LAST_WRITES_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class _Query:
-    """A save about which the store is asked.
+    """A save that waits until the store says whether it takes the chunk.
 
     Attributes:
         buffer: for the copy of the chunk.
-        late_s: the save is given up at this time, in seconds, monotonic.
-        over: it was given up.
+        late_s: when the save is given up, in seconds, monotonic.
+        over: whether the save was given up.
     """
 
     save: Save
@@ -77,10 +77,10 @@ class ChunkSaves:
     Args:
         gate: the engine's thread shuts it for requests whose pages must not be touched.
         saver: writes parts.
-        codec: in which chunks are kept.
+        codec: the codec of chunks in the pool.
         threads: number of writing threads.
-        report: takes requests whose pages are no longer read.
-        done: has the agent's thread do some work.
+        report: called with `Saved` when a request's pages are not read any more.
+        done: runs a function in the agent's thread.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class ChunkSaves:
 
     @property
     def device_done(self) -> bool:
-        """Whether the first of these can begin."""
+        """Whether the device has computed the pages of the first waiting save."""
         return self.waits_for_device and self._cache.happened(self._waiting[0][1])
 
     def add(self, save: Save, fence: Any) -> None:
-        """Save a chunk, whose pages are computed when the device's work before `fence` is done."""
+        """Save a chunk. Its pages are computed when the device has done its work before `fence`."""
         self._waiting.append((save, fence, time.monotonic()))
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class ChunkSaves:
                 self._drop(self._waiting.popleft()[0], "busy")
 
     def _drop(self, save: Save, cause: str) -> None:
-        """A save is dropped. It is counted before it is reported, so that every reported save was counted."""
+        """Drop a save. It is counted first and reported then, so every reported save is in the counts."""
         self._telemetry.count("pool_saves", cause=cause)
         self._report(Saved(save.request))
 
@@ -235,7 +235,7 @@ class ChunkSaves:
         self._under_way.append(self._writers.submit(work))
 
     def _tables(self, save: Save) -> list[list[int]]:
-        """The save's page ids by table, each at its place in the request; -1 before them."""
+        """Page tables of the save: each page id at its index in the request, -1 before the first."""
         sizes = {group.table: group.page_size for group in self._cache.geometry.groups}
         first = save.chunk.first_token
         return [

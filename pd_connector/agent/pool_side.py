@@ -29,7 +29,7 @@ from pd_connector.telemetry import Telemetry
 
 
 def accelerator(device: torch.device) -> str:
-    """What computes at an engine, in names of writers: kinds of it compute the same KV with other last bits."""
+    """The engine's processor type, for writers' names: different types compute the same KV with different last bits."""
     return str(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
 
 
@@ -37,14 +37,14 @@ class PoolSide:
     """Used by the agent's thread only.
 
     Args:
-        cache: of the rank.
+        cache: the rank's pages.
         wake: makes the thread take another turn; for any thread.
         facts: the model that the engine serves.
         store: keeps the chunks.
-        trust: the writers whose chunks are used.
-        writer: this engine, as records name it.
-        codecs: of this engine.
-        parts: number of its ranks.
+        trust: the writers whose chunks this engine uses.
+        writer: this engine's name in records of chunks.
+        codecs: the codecs that this engine uses.
+        parts: number of the engine's ranks.
         gate: the engine's thread shuts it for requests whose pages must not be touched.
         report: takes every outcome.
         experts: the model is a mixture of experts (`Comparison`).

@@ -37,8 +37,8 @@ class _SchedAttr(ctypes.Structure):
 def prefer_short_slices() -> bool:
     """Give the calling thread short time slices; returns whether the kernel agreed.
 
-    Threads that it starts inherit neither the slices nor its priority: threads that compile, or save pool chunks, would take
-    the processors from the engine. Threads that load pool chunks ask for the priority themselves.
+    Threads that the caller starts inherit neither the slices nor its priority: threads that compile, or save pool
+    chunks, would take the processors from the engine. Threads that load pool chunks ask for the priority themselves.
 
     An engine's processes poll shared memory for a second after each step. Since Linux 6.12 a thread that wakes goes before a
     running thread with a longer slice, so a chunk does not wait for milliseconds. The thread's share of the processor stays

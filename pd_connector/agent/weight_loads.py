@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loads of weights in an engine's process, as its door sees them happen.
 
-A connector is made seconds after the weights were loaded, when a name may lead to another file. So each file that an
-engine loads is opened here as well, when the load begins. Weights that change later, in place, are reported.
+A connector is made seconds after the weights were loaded. By then a path can lead to another file. So each file that an
+engine loads is opened here, too, when the load begins. Later changes of weights in place are reported to listeners.
 """
 
 import weakref
@@ -21,10 +21,11 @@ class Listener(Protocol):
         """Weights begin to change now."""
 
     def loaded(self, *, over: bool, whole: bool) -> None:
-        """Weights have changed: all of them, if `whole`. If not `over`, more changes may follow soon."""
+        """Weights have changed; with `whole` all of them. Without `over` more changes can follow soon."""
 
     def asleep(self, *, kept: bool) -> None:
-        """The engine sleeps: the weights' memory must not be read. If `kept`, they will be the same."""
+        """The engine sleeps: the weights' memory must not be read. With `kept` the weights are the same after
+        waking."""
 
     def awake(self) -> None:
         """The weights' memory can be read again."""
@@ -34,9 +35,9 @@ class WeightLoads:
     """Used by the engine's thread.
 
     Attributes:
-        files: checkpoints by what the engine was told of them, each as its last load found it.
-        opened: those that the engine has begun to load since the last change of weights began.
-        reads: the engine that loads now uses PDConnector: files are read from the moment on when it begins to load them.
+        files: checkpoints by the engine's name for them, each in the state of its last load.
+        opened: checkpoints that the engine has begun to load since the last change of weights began.
+        reads: whether the loading engine uses PDConnector. If so, reading the files starts when their load begins.
     """
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ class WeightLoads:
                     listener.loaded(over=whole or ends, whole=whole)
 
     def sleep(self, *, kept: bool) -> None:
-        """Weights lose their memory now; if `kept`, they get their values back with it."""
+        """The weights lose their memory now. With `kept` they have the same values after `wake`."""
         for listener in list(self._listeners):
             listener.asleep(kept=kept)
 

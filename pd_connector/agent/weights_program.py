@@ -34,7 +34,7 @@ def main() -> None:
 
 
 class _Progress:
-    """Prints how many bytes are known, now and then. Any number of threads may add to it."""
+    """Prints the number of bytes read, now and then. Several threads can add to it at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads all bytes of the weights that an engine loads, beside its work.
 
-Nothing is handed over, loaded from the pool or saved before they were read. So reading begins when the engine begins to
-load them, and goes on while it compiles and captures graphs: mostly out of the page cache, into which the engine reads
-the same files. What was read once is in a cache on disk, and known at once.
+Until the weights were read, no KV is handed over, loaded from the pool or saved. So reading starts when the engine
+begins to load them, and goes on while it compiles and captures graphs. Most bytes come from the page cache, because the
+engine reads the same files. The result is cached on disk, so the next start has it at once.
 """
 
 import json
@@ -43,8 +43,8 @@ class WeightsReader:
         cache: see `kv.weights.fingerprint`.
 
     Attributes:
-        read_bytes: how many are known so far.
-        stopped: nobody wants to know any more.
+        read_bytes: number of bytes read so far.
+        stopped: the result is not needed any more.
     """
 
     def __init__(self, part: CheckpointFiles, cache: Path | None) -> None:
@@ -66,8 +66,8 @@ class WeightsReader:
         self._thread.start()
 
     def tell(self, progressed: Callable[[], None], ended: Callable[[], None]) -> None:
-        """Call these from its thread: `progressed` now and then, `ended` once, at its end. If it has ended, `ended` is
-        called now; if it is stopped before, never."""
+        """Register callbacks, called in the reader's thread: `progressed` now and then, `ended` once at the end. If the
+        reader has ended already, `ended` is called now. If the reader is stopped first, it is never called."""
         with self._lock:
             if self._thread is not None and not self._over:
                 self._tell.append((progressed, ended))
@@ -75,7 +75,7 @@ class WeightsReader:
         ended()
 
     def stop(self) -> None:
-        """Nobody wants to know any more."""
+        """Stop reading: the result is not needed any more."""
         with self._lock:
             self.stopped = True
             self._tell.clear()
@@ -83,7 +83,7 @@ class WeightsReader:
                 self._program.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of its thread; returns whether it has come."""
+        """Wait until its thread ends, at most `timeout_s` seconds. Returns whether it has ended."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -119,7 +119,8 @@ class WeightsReader:
             ended()
 
     def _tries(self, cache: Path | None) -> Iterator[list[str]]:
-        """What the program prints. It runs a second time if it was killed, such as for memory that is short for a moment."""
+        """The program's output lines. The program is run again if it was killed, for example when memory was short for
+        a moment."""
         for _ in range(_MOST_RUNS):
             line: list[str] = []
             for line in self._lines(cache):
@@ -128,8 +129,8 @@ class WeightsReader:
                 return
 
     def _lines(self, cache: Path | None) -> Iterator[list[str]]:
-        """What the program prints, until it has found the weights or ends. A process that the engine has forked may keep the
-        pipe open after that."""
+        """The program's output lines, up to its result or its end. Reading stops there, because a process that the
+        engine has forked can keep the pipe open."""
         with suppress(OSError):  # an engine may have bound its threads to one core each
             own = {core for task in os.listdir("/proc/self/task") for core in _cores(int(task))}
             os.sched_setaffinity(0, own)
@@ -159,7 +160,7 @@ class WeightsReader:
 
 
 def reading(part: CheckpointFiles) -> WeightsReader:
-    """The reader of a checkpoint. Its reading has begun before, or begins now."""
+    """The reader of a checkpoint; made and started now if there is none yet."""
     if part.reader is None or part.reader.stopped:
         part.reader = WeightsReader(part, cache_file())
     reader: WeightsReader = part.reader

@@ -23,19 +23,20 @@ comparison takes milliseconds."""
 
 
 class WeightsWatch(ABC):
-    """What the doors of all engines share. Used by the engine's thread.
+    """Base class of each engine's watch of its weights. Used by the engine's thread.
 
     Args:
-        facts: the model as peers are told it when the agent starts.
-        loaded: samples of the parameters in memory. Without them nothing is compared.
+        facts: the model as the agent advertises it at its start.
+        loaded: samples of the parameters in memory, for later comparison. If empty, weights are never compared.
         files: the files that the weights were loaded from; None if unknown. The watch closes them.
         draft: the draft model, if its weights are from files.
         submit: passes a command to the agent.
-        loads: of this process, which reports changes.
+        loads: the process's weight loads, which report changes of weights.
     """
 
     advice = "until both engines restart"
-    """What the log says of KV that passes again, after weights were changed that no files describe."""
+    """End of the log line about weights that changed without files: until when only the parameters in memory are
+    compared."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class WeightsWatch(ABC):
 
     @property
     def reads(self) -> bool:
-        """Whether weights are being read, or could not be: what they are will be told."""
+        """Whether the weights' files are being read, or could not be read: their fingerprint is advertised later."""
         return self._advertised.reads or self._advertised.unreadable
 
     def loading(self) -> None:
@@ -109,7 +110,8 @@ class WeightsWatch(ABC):
         return None
 
     def differ(self) -> bool:
-        """Whether the weights in memory are not those of the last comparison. It is False until the next is due."""
+        """Whether the weights in memory have changed since the last comparison. False until the next comparison is
+        due."""
         if time.monotonic() < self._next_compare:
             return False
         self._next_compare = time.monotonic() + COMPARE_S
@@ -135,7 +137,7 @@ class WeightsWatch(ABC):
         self.tell_memory()
 
     def tell_memory(self, version: str = "") -> None:
-        """Tell peers all bytes of the parameters in memory, or the version that the operator has named."""
+        """Advertise a fingerprint of all parameters in memory, or the version that the operator has named."""
         self._loaded = self.samples()
         model = self.model() if self._loaded.sampled and not version else None
         loaded = b"" if model is None else loaded_full_fingerprint(model)

@@ -143,5 +143,5 @@ def _computed(x: torch.Tensor, source: Elements, destination: Elements) -> torch
 
 
 def _scalar(value: float, x: torch.Tensor) -> torch.Tensor:
-    """The value as a tensor: a GPU divides by a plain number through its rounded reciprocal."""
+    """The value as a tensor. A plain number would not do: a GPU divides by it with a rounded reciprocal."""
     return torch.full((), value, dtype=torch.float32, device=x.device)

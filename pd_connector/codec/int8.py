@@ -97,7 +97,8 @@ def _dequantise(
 
 
 def _bfloat16_bits(scales: torch.Tensor) -> torch.Tensor:
-    """The upper halves of float32 scales. A conversion by torch has 0xFFFF or 0x7FC0 for NaN, by the CPU's kind."""
+    """The upper halves of float32 scales. Not converted by torch, whose bits for NaN depend on the CPU (0xFFFF or
+    0x7FC0)."""
     return scales.view(torch.int32) >> 16
 
 
@@ -107,7 +108,7 @@ def _axis(part: Part) -> int:
 
 
 def _grouped(part: Part, x: torch.Tensor) -> torch.Tensor:
-    """A run `[head, token, dim]`; of K as `[head, super-page, token, dim]`. A view."""
+    """A view of a run: `[head, token, dim]` for V, `[head, super-page, token, dim]` for K."""
     return x if part is Part.VALUE else grouped(x)
 
 

@@ -38,7 +38,8 @@ def bound(host: str, port: int, backlog: int, *, again: bool = False) -> socket.
     """A socket that listens on a numeric address; port 0 lets the system choose. Raises OSError.
 
     Args:
-        again: whether the port is to be had again while connections that came to it linger. Both sockets must be made so.
+        again: whether the port can be bound again while old connections to it linger. The earlier socket needs this
+            option, too.
     """
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -75,6 +76,6 @@ def readable(polled: zmq.Socket[bytes]) -> bool:
 
 
 def readable_among(polled: Iterable[zmq.Socket[bytes]]) -> list[zmq.Socket[bytes]]:
-    """The sockets of which a receive would not wait. One question for many sockets costs a third."""
+    """The sockets whose receive would not wait. One call for many sockets costs a third of single calls."""
     ready: list[Any] = zmq.zmq_poll([(each, _POLLIN) for each in polled], 0)
     return [polled for polled, _ in ready]

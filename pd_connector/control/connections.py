@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connections of a listening socket. Those without a session can be closed.
+"""The connections of a listening socket. Connections without a session can be closed.
 
 libzmq accepts every connection and keeps it. Each takes a descriptor. A peer that opens thousands of them
 and says nothing would take the engine's last descriptor.
@@ -26,8 +26,8 @@ class Connections:
     """Connections of one listening socket, by descriptor. Used by one thread.
 
     Args:
-        listening: bound, and not used by others' monitors.
-        port: it is bound to. Only sockets with this local port are ever shut.
+        listening: the bound socket, without another monitor.
+        port: the port that it is bound to. Only sockets with this local port are ever shut.
         patience_s: how long a connection may be without a session.
     """
 
@@ -67,8 +67,8 @@ class Connections:
             self._waiting[descriptor] = now
 
     def broken(self) -> list[bytes]:
-        """Senders whose connection has ended since they were last asked for. What they said before may
-        still wait to be received."""
+        """Senders whose connection has ended since the last call. Their earlier messages may still wait to be
+        received."""
         broken, self._broken = self._broken, []
         return broken
 

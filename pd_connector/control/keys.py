@@ -31,7 +31,7 @@ class CurveKeys(NamedTuple):
         """Derive both pairs from the shared secret. A peer that does not know the secret has neither of them.
 
         Args:
-            channel: at most 9 bytes of text; the keys of one channel are of no use on another.
+            channel: at most 9 bytes of text; the keys of one channel do not work on another.
         """
         if not zmq.has("curve"):
             raise ConfigError(
@@ -87,8 +87,8 @@ def new_key() -> str:
 def secret(shared: str, purpose: bytes) -> bytes:
     """32 secret bytes for one purpose (at most 16 bytes of text), derived from the shared secret.
 
-    A key of `new_key` is as strong as what is derived from it. Any other may be a phrase that can
-    be guessed, so it is stretched first (scrypt, RFC 7914): each guess costs 32 MiB and 0.1 s.
+    A key of `new_key` is strong enough as it is. Any other key can be a phrase that can be guessed, so it is stretched
+    first (scrypt, RFC 7914): each guess costs 32 MiB and 0.1 s.
     """
     material = shared.encode() if _MADE_HERE.fullmatch(shared) else _stretched(shared)
     return hashlib.blake2b(material, digest_size=32, person=purpose).digest()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How it is found out that the other end of a TCP connection has gone silently: the system probes it, and knows
-which packets were never acknowledged."""
+"""Detects that the other end of a TCP connection has gone silently: the kernel probes it, and knows which packets were
+never acknowledged."""
 
 import socket
 import struct
@@ -14,7 +14,7 @@ it ends the connection."""
 
 
 def keep_alive(control: "zmq.Socket[Any]") -> None:
-    """Let the system ask so for every connection that this socket will have."""
+    """Turn on the kernel's probes for every connection that this socket will have."""
     control.setsockopt(zmq.TCP_KEEPALIVE, 1)
     control.setsockopt(zmq.TCP_KEEPALIVE_IDLE, IDLE_S)
     control.setsockopt(zmq.TCP_KEEPALIVE_INTVL, INTERVAL_S)

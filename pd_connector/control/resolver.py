@@ -75,7 +75,7 @@ class Resolver:
         return None
 
     def close(self) -> None:
-        """No thread is woken any more. A lookup under way ends by itself."""
+        """Stop calling `wake`. A lookup under way ends by itself."""
         with self._lock:
             self._closed = True
 

@@ -34,7 +34,7 @@ def trusted_peers(params: TransferParams, config: Config) -> tuple[Peer, ...]:
     """The ranks to fetch from, all of which may be dialled.
 
     Args:
-        params: with `do_remote_prefill`.
+        params: parameters of a request with `do_remote_prefill`.
 
     Raises:
         UntrustedAddressError: an address is not allowed.

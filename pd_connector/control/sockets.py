@@ -102,7 +102,8 @@ class Listener:
         self._connections.release(self._forget(sender), now)
 
     def broken(self) -> list[bytes]:
-        """Senders whose connection has ended, and not the session. What they said before may still wait."""
+        """Senders whose connection has ended, but whose session has not. Their earlier messages may still wait to be
+        received."""
         return self._connections.broken()
 
     def tick(self, now: float) -> int:
@@ -148,8 +149,7 @@ class Listener:
         return True
 
     def close(self) -> None:
-        """A process that this one has forked may hold the sockets, too: connections end and the port is
-        free all the same."""
+        """Close the sockets. Connections end and the port is free even if a forked process holds the sockets, too."""
         with contextlib.suppress(zmq.ZMQError):
             last = self.socket.getsockopt(zmq.LAST_ENDPOINT)
             assert isinstance(last, bytes)
@@ -162,8 +162,8 @@ class Listener:
 
 
 class Connection:
-    """A consumer's control socket to one producer. It never connects again by itself: a producer that comes
-    back knows nothing of the session, and a new one must be agreed with it."""
+    """A consumer's control socket to one producer. It never connects again by itself: a producer that comes back does
+    not know the session, so a new session must be opened."""
 
     def __init__(self, context: Context, host: str, port: int, keys: CurveKeys | None) -> None:
         """Raises PDConnectorError if the address cannot be dialled, or no descriptor is left."""
@@ -208,7 +208,7 @@ class Connection:
         return arrived
 
     def lost(self) -> tuple[Cause, str] | None:
-        """Why the connection has gone, or cannot be used; None while it can."""
+        """Why the connection has ended or cannot be used; None while it can be used."""
         while readable(self.monitor):
             event = recv_monitor_message(self.monitor)
             if event["event"] in _LOST:
@@ -232,8 +232,8 @@ class Connection:
             connection.detach()  # libzmq's to close
 
     def send(self, data: bytes) -> bool:
-        """Queue a message; returns whether it was queued. Otherwise the connection is of no use any
-        more: something that was said is missing."""
+        """Queue a message; returns whether it was queued. If not, the connection must not be used any more, because a
+        message is missing."""
         try:
             self.socket.send(data, flags=zmq.DONTWAIT)
         except zmq.Again:
@@ -247,10 +247,10 @@ class Connection:
 
 
 def no_more_files(error: int | None = None) -> str:
-    """What is wrong and what to do if this process can open no more files; empty if it can.
+    """The error and advice if this process can open no more files; empty if it can.
 
     Args:
-        error: number of an error that may say so; None: it is tried.
+        error: number of an error that may have this reason; None: try to open a file.
     """
     if error is None:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart the KV of one prompt may be that two engines have computed: by rounding, and no further."""
+"""How much the KV of one prompt can differ between two engines because of rounding alone."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ from pd_connector.kv.coding import coding
 
 
 class Tolerance(NamedTuple):
-    """Largest distance of K, or V, of one layer: the norm of the difference, as a part of the norm.
+    """Largest relative distance of K, or V, of one layer: the norm of the difference divided by the norm.
 
     Attributes:
-        page: of one page. A page that has other content is about 1 apart.
-        layer: of all tokens that are compared. What is wrong in every page is wrong here.
-        token: of one token. It is noisier than a page, and finds what a page's other tokens would hide, such as
-            an error at the edge of a chunk. A token that has other content is about 1 apart.
+        page: for one page. A page with other content has a distance of about 1.
+        layer: for all compared tokens. It finds small errors in every page.
+        token: for one token. A token is noisier than a page, but shows errors that a page's other tokens would hide,
+            such as an error at the edge of a chunk. A token with other content has a distance of about 1.
     """
 
     page: float
@@ -31,12 +31,12 @@ _FP8_ERROR = 0.1
 
 
 def tolerance(source: str, destination: str, codec: str) -> Tolerance:
-    """Largest distance that is rounding. docs/trust.md has what was measured; all is far below.
+    """Largest distance that rounding can explain. docs/trust.md has measured distances; all are far smaller.
 
     Args:
         source: dtype of the producer's cache.
         destination: dtype of the consumer's.
-        codec: what the KV was coded with on the wire.
+        codec: the codec of the KV on the wire.
 
     >>> tolerance("bfloat16", "bfloat16", "raw")
     Tolerance(page=0.3, layer=0.15, token=0.5)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a checkpoint's folder, as it is on disk: engines add to what they read."""
+"""The config of a checkpoint's folder, as it is on disk. It is read from the files, because engines add to the config
+that they read."""
 
 import hashlib
 import json
@@ -28,9 +29,9 @@ class ConfigText(NamedTuple):
     Attributes:
         config: `config.json`, and under the key `quantisation_files` the text of the files beside it that say how
             weights are quantised, by name; None where there is no `config.json`.
-        params: `params.json`, which some engines read in its place.
+        params: `params.json`, which some engines read instead of `config.json`.
         code: hash of each file of code, by name.
-        names: of all files.
+        names: names of all files.
     """
 
     config: dict[str, Any] | None

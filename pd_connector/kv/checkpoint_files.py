@@ -2,7 +2,7 @@
 """The files of a checkpoint, held open from the moment an engine begins to load them.
 
 A name may lead to another file seconds later: a link is switched, a folder moved, a branch of a repository moves
-on. Whatever is read through an open file is of the file that the engine has loaded.
+on. An open descriptor still reads the file that the engine has loaded.
 
 The engine opens files by name, after they were opened here. Links on the way to a file are therefore looked at before
 and after: a link that was switched to another file and back has another time of change.
@@ -33,7 +33,7 @@ _INDEX_OF_FORMAT = {"mistral": "consolidated.safetensors.index.json"}
 
 
 class FileState(NamedTuple):
-    """A file, or a link, and its state. The time of change cannot be set back, unlike that of modification."""
+    """A file, or a link, and its state. Unlike the modification time, the change time (ctime) cannot be set back."""
 
     device: int
     inode: int
@@ -50,8 +50,8 @@ class OpenFile:
     """A file of weights. Any number of threads may read it.
 
     Args:
-        descriptor: of the file that another process has opened and handed on; None: it is opened here. Only the process
-            that opened it knows whether it was `renamed`.
+        descriptor: the file's descriptor, if another process has opened it and passed it on; None: it is opened here.
+            Only the process that opened it knows whether it was `renamed`.
 
     Raises:
         OSError: it cannot be opened.
@@ -106,7 +106,7 @@ class OpenFile:
 
     @property
     def renamed(self) -> bool:
-        """Whether its name leads to another file by now, or to none, or has led to another meanwhile."""
+        """Whether its name leads to another file or to none now, or has led to another file meanwhile."""
         try:
             same = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
             return not same or links(self.path) != self._links
@@ -186,7 +186,7 @@ class CheckpointFiles:
         return cls(files) if files else None
 
     def loaded(self) -> None:
-        """The engine has loaded them. While it did so by their names, these must have led to them."""
+        """The engine has loaded the files by their names. Check that the names have led to these files all the time."""
         for file in self.files:
             if file.renamed and not self.problem:
                 self.problem = f"{file.name} was replaced by another file while it was loaded"
@@ -245,7 +245,8 @@ def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
 
 
 def _listed(index: Path) -> set[str]:
-    """Names of the files in the index, if there is one: others beside them are other copies."""
+    """Names of the files in the checkpoint's index, if there is one. Files that the index does not name are other
+    copies of the weights."""
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         return set(json.loads(index.read_text())["weight_map"].values())
     return set()

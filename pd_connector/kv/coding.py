@@ -55,7 +55,7 @@ class Elements(NamedTuple):
         return ELEMENT_BYTES[self.dtype]
 
     def checked(self) -> "Elements":
-        """Itself. Raises ValueError for a dtype no codec knows, or a scale that cannot be one."""
+        """Returns itself. Raises ValueError for a dtype that no codec knows, or an invalid scale."""
         if not (self.nbytes and math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(f"cache scale {self.scale}: must be finite and above zero")
         return self
@@ -129,8 +129,8 @@ def permitted(setting: str, max_error: float) -> tuple[str, ...]:
     """The names of the codecs that a side's configuration permits, fastest over a link first.
 
     Args:
-        setting: `auto`, or a codec's name, which permits that codec whatever its error. `auto`
-            takes none of other packages: these must be named.
+        setting: `auto`, or a codec's name, which permits that codec with any error. `auto` takes no codecs of other
+            packages.
         max_error: for `auto`, the largest relative L2 error of the attention output.
 
     Raises:
@@ -154,7 +154,8 @@ def coarsest(names: Iterable[str]) -> str:
 def negotiate(
     mine: Sequence[str], theirs: Sequence[str], source: Elements, destination: Elements
 ) -> Coding:
-    """The codec of fewest bits an element that both sides permit; of equal ones the more accurate.
+    """The codec with the fewest bits an element that both sides permit; if two have equally many, the more accurate
+    codec.
 
     Scales, at most 3 percent of a long plane, are not counted: they must not make the less accurate
     codec win. An FP8 source is sent raw, which is one byte an element already. To an FP8 destination
@@ -168,7 +169,7 @@ def negotiate(
         destination: how the consumer's cache stores them.
 
     Raises:
-        ValueError: a dtype that no codec knows, or a scale that cannot be one.
+        ValueError: a dtype that no codec knows, or an invalid scale.
 
     >>> half = Elements("bfloat16")
     >>> negotiate(["int8", "raw"], ["fp8_e4m3", "int8", "raw"], half, half).name

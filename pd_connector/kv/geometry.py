@@ -37,7 +37,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     `cp_rank` is this number modulo `cp_size`.
 
     Attributes:
-        cp_size: ranks that share the tokens of a sequence, each with a part of them; 1: none do. vLLM's and
+        cp_size: number of ranks that divide the tokens of a sequence among them; 1: tokens are not divided. vLLM's and
             SGLang's decode context parallelism, whose ranks are ranks of the tensor-parallel group.
         pcp_rank, pcp_size: the rank's place among the ranks with the same `tp_rank`, and their number. They have
             the same heads and states (vLLM's prefill context parallelism).
@@ -59,7 +59,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def cp_rank(self) -> int:
-        """Which tokens this rank holds of a group that is split by tokens."""
+        """This rank's number among the ranks that divide a group's tokens: it tells which tokens the rank holds."""
         return (self.tp_rank * self.pcp_size + self.pcp_rank) % self.cp_size
 
     def heads(self, total: int) -> range:
@@ -91,7 +91,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a state that is shared among ranks by itself, such as Q's part of a convolution.
+    """A part of a state that is divided among ranks independently of the others, such as Q's part of a convolution.
 
     A layer's state is `[unit][row][dim]` for each of its sections. A geometry does not say where these elements
     lie in the engine's page: each rank's views have strides of their own (`pages/layer.py:StatePages`).
@@ -137,8 +137,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             where all sizes agree. Empty where a page is not dense.
         heads_apart: whether each head's part of a page is one dense run of bytes.
         table: which of the engine's page tables lists the pages of these layers.
-        scales: for FP8, what stored K and V are to be multiplied with, per layer; empty for 1.
-        sections: of a `state`, those of one layer; names differ. Empty for other kinds.
+        scales: for FP8, the factors for stored K and V, per layer; empty for 1.
+        sections: sections of one layer's state, with distinct names. Empty for other kinds.
         state_tokens: tokens for which there is one entry (one K and V, one latent): 1, or 4 and 128 in DeepSeek V4.
             It divides `page_size`. Only entries whose tokens are all there pass; what an engine keeps of
             the others is in a `state` or a window of its own.
@@ -246,7 +246,7 @@ def state_group(layers: Layers, sections: tuple[Section, ...], table: int = 0) -
 
     Args:
         layers: those that this rank holds, ascending. Their states are alike.
-        sections: of the state of one layer, in the whole model.
+        sections: sections of the state of one layer, in the whole model.
         table: see `Group`.
 
     >>> gdn = state_group((0, 1, 2), (

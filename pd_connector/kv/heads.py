@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many KV heads a layer has in the whole model. Layers of one model may have unlike numbers, so each layer is asked."""
+"""Number of KV heads of a layer in the whole model. It can differ between layers of one model, so it is read from each
+layer."""
 
 from collections.abc import Collection, Iterable
 
@@ -23,12 +24,13 @@ def named_heads(modules: Iterable[object]) -> frozenset[int]:
 def total_heads(layer: str, own: int, ranks: int, named: Collection[int]) -> int:
     """KV heads of a layer in the whole model.
 
-    If a rank holds one head, it does not follow how many there are: several ranks may hold the same head.
+    If each rank holds one head, the total cannot be computed from the number of ranks: several ranks can hold the same
+    head.
 
     Args:
         layer: its name, for messages.
         own: heads that each rank holds.
-        ranks: of the tensor-parallel group.
+        ranks: number of ranks of the tensor-parallel group.
         named: from `named_heads` of the layer's modules.
 
     Raises:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV this is, of a model: the fingerprint of a prompt, and of the adapter in use. `kv.model` says
-which model it is.
+"""The identity of KV within a model: the fingerprint of the prompt, and of the adapter in use. `kv.model` identifies
+the model.
 
 KV may be used in place of a computation only if both agree. They are compared between engines, so
 neither depends on paths, ranks, versions or the time.
@@ -45,8 +45,8 @@ def token_fingerprint(
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """Config and weights of an adapter, as engines choose among them: vLLM takes the first of three names, SGLang
-    all files of the first kind. Raises OSError if there are no weights of one."""
+    """The config and weight files of an adapter that engines load: vLLM takes the first of three names, SGLang all
+    files of the first kind. Raises OSError if there are no weights."""
     by_name = [file for name in _ADAPTER_WEIGHTS if (file := folder / name).is_file()]
     by_kind = [files for kind in _ADAPTER_KINDS if (files := sorted(folder.glob(kind)))]
     weights = {*by_name[:1], *(by_kind[0] if by_kind else ())}
@@ -81,7 +81,7 @@ class AdapterFiles:
 
     @property
     def exchanged(self) -> bool:
-        """Whether the folder has, or has had, other files than those that were opened."""
+        """Whether the folder has, or has had, other files than the opened files."""
         now = [path.name for path in adapter_files(self._folder)]
         before = [file.name for file in self._files]
         return now != before or any(file.renamed or file.changed for file in self._files)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which model an engine serves, as it is loaded, and whether two engines serve the same one.
 
-KV may be used in place of a computation only if the answer is yes. What was not hashed is not
-believed: see `weights_problem`.
+KV may be used in place of a computation only if two engines serve the same model. Weights that were not hashed are not
+trusted: see `weights_problem`.
 """
 
 import hashlib
@@ -41,21 +41,21 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """A model as one rank has loaded it. An empty fingerprint: not known.
 
     Attributes:
-        config: of the model's config, the dtype it computes in, and its quantisation.
-        weights: of all bytes on disk.
-        loaded: of all bytes of every parameter in memory, where files do not say what these are. Ranks can be compared
-            by it if they hold the same part of the model.
-        held: which part that is.
-        model_id: what the operator calls the model (config key `model_id`).
+        config: fingerprint of the model's config, the dtype it computes in, and its quantisation.
+        weights: fingerprint of all bytes of the weights on disk.
+        loaded: fingerprint of all bytes of every parameter in memory, if the weights are not those of files. It can
+            only be compared between ranks that hold the same part of the model.
+        held: the part of the model that this rank holds.
+        model_id: the operator's name for the model (config key `model_id`).
         updates: how often the weights were found to have changed since the engine started.
-        version: what the operator calls the weights that it changed to.
-        draft: of the draft model's weights; layers from `DRAFT_LAYERS` on are of this model.
-        layers: what the layers do.
+        version: the operator's name for the weights after a change.
+        draft: fingerprint of the draft model; layers from `DRAFT_LAYERS` on belong to the draft model.
+        layers: facts about the layers.
         source: the name or path of the model in the engine's arguments. For messages only.
         fields: the fields of `config` with their values. For messages only.
         reading: `weights` or `draft` will be known once all of their bytes were read. Until then no KV passes.
-        samples: what a version tells in place of `weights` that compares samples until it has read all bytes. Never
-            believed. On the wire that version has the names `weights` and `loaded` for samples.
+        samples: sent by an older version, which compares samples until it has read all bytes. Never trusted. On the
+            wire, that version has its samples in the fields `weights` and `loaded`.
     """
 
     config: _Print
@@ -74,7 +74,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def knowing(facts: ModelFacts, weights: bytes, draft: bytes) -> ModelFacts:
-    """The same model, since all bytes of its weights and of its draft model were read."""
+    """The same model with the fingerprints of its weights and draft model, which have now been read."""
     return msgspec.structs.replace(facts, weights=weights, draft=draft, reading=False)
 
 
@@ -84,7 +84,7 @@ def draft_fingerprint(config: bytes, weights: bytes) -> bytes:
 
 
 def rotation_fingerprint(rotation: Rotation | str) -> bytes:
-    """Fingerprint of a rotation, or of the text that describes one of a kind that is not known here."""
+    """Fingerprint of a rotation, or of the text that describes a rotation of an unknown kind."""
     text = rotation.text if isinstance(rotation, Rotation) else rotation
     return hashlib.blake2b(
         text.encode(), digest_size=FINGERPRINT_BYTES, person=b"pd-rotation"
@@ -92,7 +92,8 @@ def rotation_fingerprint(rotation: Rotation | str) -> bytes:
 
 
 def unread_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
-    """Why it is not known yet whether two engines serve the same weights; empty if it is, or will not be."""
+    """Why it is not known yet whether two engines serve the same weights; empty if it is known, or can never be
+    known."""
     for side, facts in (("producer", producer), ("consumer", consumer)):
         if facts.reading or (facts.samples and not facts.weights):
             return f"the {side} has not read all bytes of its weights yet"
@@ -168,7 +169,7 @@ def _config_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
 
 
 def _sources(producer: ModelFacts, consumer: ModelFacts) -> str:
-    """Where both models are from, if both engines say it and it differs."""
+    """Both models' sources, for a message; empty unless both engines name a source and the two differ."""
     ours, theirs = producer.source, consumer.source
     if not ours or not theirs or ours == theirs:
         return ""
@@ -194,8 +195,8 @@ def drafts_alike(producer: ModelFacts, consumer: ModelFacts) -> bool:
 
 
 def draft_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
-    """Why a consumer that drafts (speculative decoding) does not take this producer's KV; empty if it does. It would
-    draft on without its draft model's KV of the prompt, and nearly no draft would be accepted, in later turns either."""
+    """Why a consumer that drafts (speculative decoding) does not take this producer's KV; empty if it does. Without its
+    draft model's KV of the prompt, nearly none of its drafts would be accepted, also in later turns."""
     if drafts_alike(producer, consumer):
         return ""
     if not consumer.draft:

@@ -57,10 +57,10 @@ def served_config(config: Mapping[str, Any], **served: str | int | None) -> Serv
 
 
 def fields_unlike(ours: Fields, theirs: Fields, here: str, there: str) -> str:
-    """The fields that differ, with both values; empty if they are alike or one side does not say its fields.
+    """The fields that differ, with both values; empty if all are equal or one side does not send its fields.
 
     Args:
-        here, there: what the two sides are called.
+        here, there: names of the two sides, for the text.
     """
     if not ours or not theirs:
         return ""
@@ -75,7 +75,7 @@ def fields_unlike(ours: Fields, theirs: Fields, here: str, there: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A text without what would break a line of a log, or could not be encoded."""
+    """A text without characters that would break a line of a log or cannot be encoded."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -98,8 +98,8 @@ def _shown(value: Any) -> str:
 
 
 def _kept(config: Mapping[str, Any], dropped: frozenset[str] = _LOCAL_KEYS) -> dict[str, Any]:
-    """A config without what says nothing of the KV, at any depth, and without nulls: engines write
-    them for what is not there."""
+    """A config without fields that do not affect KV, at any depth, and without nulls, which engines write for missing
+    fields."""
 
     def below(name: str, value: Any) -> Any:
         if not isinstance(value, Mapping):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rotation that a layer applies to its keys (rotary position embedding), by its defining values.
 
-Engines keep tables of cosines in dtypes of their own. What both compute them from is the same: the
-frequency of each pair of dims, a magnitude, and which dims form a pair. These are computed here in
-float64 from the parameters that a layer was made with, so that two engines agree in every digit.
+Engines keep tables of cosines in different dtypes, but compute them from the same values: the
+frequency of each pair of dims, a magnitude, and which dims form a pair. These values are computed
+here in float64 from the parameters that a layer was made with, so two engines agree in every digit.
 """
 
 import json
@@ -27,8 +27,9 @@ class Rotation(NamedTuple):
         interleaved: whether dims 2i and 2i + 1 form a pair, and not i and i + dims / 2.
         frequencies: radians per position of each pair. Empty where the type is not known here: then
             `parameters` define the rotation.
-        magnitude: what cosine and sine are multiplied with.
-        parameters: what else defines the rotation, such as the sections of a multimodal one; as JSON.
+        magnitude: factor of cosine and sine.
+        parameters: other values that define the rotation, such as the sections of a multimodal
+            rotation; as JSON.
     """
 
     dims: int

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of a rotation that an engine has loaded: its defining values if the table of cosines and
-sines in use is what they say, and otherwise what is known of it.
+"""Describes a rotation that an engine has loaded: by its defining values if the engine's table of cosines and sines
+agrees with them, otherwise by what is known of it.
 """
 
 import json

@@ -50,7 +50,7 @@ class Tensor(NamedTuple):
 
 
 def safetensors(file: OpenFile) -> list[Tensor]:
-    """The tensors in a safetensors file. Raises ValueError if it is no such file, or is cut off."""
+    """The tensors in a safetensors file. Raises ValueError if the file is not a safetensors file, or is cut off."""
     size = file.size
     with file.stream() as stream:
         prefix = stream.read(8)
@@ -153,7 +153,8 @@ def known_fingerprint(files: Sequence[OpenFile], cache: Path | None) -> bytes:
 
 
 def combined(prints: Sequence[bytes]) -> bytes:
-    """The fingerprint of a model that is loaded from several checkpoints, in this order. Empty if one of theirs is."""
+    """The fingerprint of a model that is loaded from several checkpoints, in this order. Empty if a checkpoint's is
+    empty."""
     if not all(prints):
         return b""
     return prints[0] if len(prints) == 1 else _bytes(_digest(*prints))
@@ -317,8 +318,8 @@ def _read_cache(cache: Path | None) -> dict[str, int]:
 
 
 def _write_cache(cache: Path | None, cached: dict[str, int]) -> None:
-    """Add to the cache, if there is one. If two processes do so at the same moment, what one has read can be read again at
-    the next start."""
+    """Add to the cache, if there is one. If two processes write at the same moment, one entry can be lost; its file is
+    then read again at the next start."""
     if cache is None:
         return
     cached = _read_cache(cache) | cached

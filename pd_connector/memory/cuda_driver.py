@@ -69,7 +69,7 @@ def enter_thread(device: int) -> None:
     """Make the calling thread a private thread of this device, for as long as the thread lives.
 
     The device's context becomes current. `torch.cuda.set_device` leaves a new thread without a context on device 0,
-    because the thread seems to be on that device already.
+    because torch assumes that the thread is on that device already.
 
     While another thread captures a CUDA graph as torch does it, CUDA refuses calls that cannot be captured, such as
     an allocation, on every other thread. The capture then fails, too. Engines capture when they start, and some

@@ -16,12 +16,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Loaded(NamedTuple):
-    """Fingerprints of parameters in memory, 16 bytes each; empty where they are not known.
+    """Fingerprints of parameters in memory, 16 bytes each; empty if not known.
 
     Attributes:
-        sampled: of samples that see parts of fused parameters: keys of a `qkv_proj`, single experts.
-        kernels: what multiplies by weights that are no longer parameters and have no samples: vLLM on a CPU
-            packs them for a kernel. Loaded again, they have another one.
+        sampled: fingerprint of samples, which also cover parts of fused parameters: K of a `qkv_proj`, single experts.
+        kernels: the kernels of weights that are no longer parameters, so that they cannot be sampled: vLLM on a CPU
+            packs such weights into a kernel. A new load of the weights makes a new kernel.
     """
 
     sampled: bytes = b""
@@ -32,7 +32,7 @@ def loaded_fingerprint(model: torch.nn.Module) -> Loaded:
     """Fingerprints of the name, dtype, shape, strides and samples of every parameter. Waits for the device;
     milliseconds for a large model.
 
-    Ranks of engines of one version that hold the same part of one model have the same.
+    Ranks with the same part of the same model have equal fingerprints, if their engines have the same version.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"pd-loaded")
     samples: dict[torch.device, list[torch.Tensor]] = {}

@@ -153,7 +153,7 @@ class CacheLayers:
 
         Args:
             group: the route's source or destination, whichever is this cache's.
-            heads: places of the route's heads in this cache.
+            heads: indices of the route's heads in this cache.
             pages: ids of the chunk's pages in this cache.
             payload: uint8 `[chunk.nbytes(route)]`.
 
@@ -217,7 +217,8 @@ class CacheLayers:
 
 @functools.lru_cache(maxsize=8)
 def _parts_of_pages(pages: tuple[int, ...], count: int, parts: int) -> Index:
-    """Numbers of the rows that make up the pages, `parts` rows per page. All layers of a chunk ask for the same.
+    """Numbers of the rows that make up the pages, `parts` rows per page. Cached, because all layers of a chunk need the
+    same.
 
     Raises:
         IndexError: a page is outside a cache of `count` pages.

@@ -103,9 +103,9 @@ def distances(
 def _state_distances(
     layers: CacheLayers, route: Route, chunk: Chunk, pages: Sequence[int], payload: Words
 ) -> list[Distance]:
-    """Distance of each layer's part of a state: of its worst unit, and of all units in the chunk. Units of a few elements,
-    such as a channel of a convolution, are noise by themselves, and count together. Rows for speculation are not compared:
-    a prefill does not write them."""
+    """Distances of each layer's part of a state: one for its worst unit, and one for all units in the chunk. Small
+    units, such as a channel of a convolution, are too noisy alone, so they count together. Rows for speculation are not
+    compared: a prefill does not write them."""
     section = route.section
     assert section is not None
     if section.dtype not in DTYPES or min(pages, default=-1) < 0:
@@ -145,7 +145,7 @@ def _state_distances(
 
 
 def _tokens(route: Route, chunk: Chunk) -> Index:
-    """The first token of each entry of the chunk: those that both sides hold."""
+    """The first token of each entry of the chunk that both sides hold."""
     if route.stripes is None:
         return np.arange(chunk.first_token, chunk.stop_token, route.source.state_tokens)
     shared = common_tokens(route.stripes, chunk.first_token, chunk.stop_token)

@@ -147,7 +147,7 @@ def as_tensor(data: Words) -> torch.Tensor:
 
 
 def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[page, head, bytes]` with the rows of all heads joined, if they lie so in whole pages."""
+    """Rows `[page, head, bytes]` with the rows of all heads joined, if a page's rows are adjacent in memory."""
     pages, heads, nbytes = rows.shape
     together = heads * nbytes
     if rows.stride(1) != nbytes or rows.stride(0) % together:

@@ -82,7 +82,7 @@ class Moving(NamedTuple):
     """A gather or scatter that has been queued.
 
     Attributes:
-        sums: of the payload, in host memory, once the work is done.
+        sums: sums of the payload, in host memory, once the work is done.
         done: event after the whole work, on the device; None on a CPU, where the work is already done.
     """
 
@@ -116,7 +116,7 @@ class KernelPages:
 
     Args:
         layers: the views of each layer, by its number in the model; not copied.
-        device: of all layers.
+        device: device of all layers.
         copies: a second stream, for copies between host and device. They then run beside the kernels of the next
             chunk. Without it copies are on the current stream.
     """

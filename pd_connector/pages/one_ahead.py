@@ -43,7 +43,7 @@ class OneAhead:
     """Used by one thread, with the cache's stream current in `gather` and `scatter`.
 
     Args:
-        stream: the cache's; None on CPU.
+        stream: the cache's own stream; None on a CPU.
     """
 
     def __init__(self, kernels: "KernelPages", stream: "torch.cuda.Stream | None") -> None:
@@ -108,7 +108,7 @@ class OneAhead:
         self._settled = True
 
     def _take(self, gather: _Gather) -> "Moving | None":
-        """This gather, if it was begun early. Another gather that was begun early is dropped."""
+        """This gather, if it was begun early; otherwise None. Any other gather that was begun early is dropped."""
         begun, self._begun = self._begun, None
         if begun is None:
             return None
@@ -132,5 +132,5 @@ class OneAhead:
 
 
 def _share_slot(first: _Gather, second: _Gather) -> bool:
-    """Whether both fill the same slot: then the gather that was expected between them was not made."""
+    """Whether both gathers fill the same slot. If so, the gather that was expected between them did not happen."""
     return address_of(first.payload) == address_of(second.payload)

@@ -40,17 +40,17 @@ class PagedCache:
     """The cache of one rank. One thread gathers and scatters.
 
     Attributes:
-        last_checksum: of the payload that the last `gather` wrote or the last `scatter` read, if a kernel has
+        last_checksum: checksum of the payload that the last `gather` wrote or the last `scatter` read, if a kernel has
             computed it; None if the caller has to.
-        passed: the coarsest codec in which KV has passed that was written here. What is computed on it has its error.
+        passed: the coarsest codec of all KV that was written into this cache. KV computed from it has the same error.
 
     Args:
         layers: the views of each layer, by its number in the model; not copied.
         geometry: what the layers hold.
         by_kernels: whether `pd_kernels` moves pages, on a CPU as plain torch. Default: if the cache is on a
             GPU and Triton is installed.
-        clears: whether a page may hold NaN in these layers, such as bytes of a state or of another
-            dtype. Attention reads a page whole: zero times NaN is NaN. So what a load leaves out of a page is zeroed.
+        clears: whether a page may hold NaN in these layers, such as bytes of a state or of another dtype. Attention
+            reads whole pages, and zero times NaN is NaN. So a load zeroes the part of a page that it does not fill.
 
     Raises:
         UnsupportedGeometryError: a layer differs from the geometry.
@@ -109,8 +109,8 @@ class PagedCache:
 
     @property
     def largest_page_bytes(self) -> int:
-        """Bytes of what passes undivided: one page of one layer, in the group with the largest pages, or one unit of a
-        state."""
+        """Bytes of the largest piece that is never divided: one page of one layer, in the group with the largest pages,
+        or one unit of a state."""
         return max(
             max(section.unit_bytes for section in group.sections)
             if group.kind == "state"
@@ -129,8 +129,8 @@ class PagedCache:
         return all(done)
 
     def fence(self) -> torch.cuda.Event | None:
-        """A point in the calling thread's stream. Work before it is done when `gather` or `scatter` with this fence
-        touches pages. None on a CPU, where such work is already done."""
+        """An event in the calling thread's stream. `gather` or `scatter` with this fence touches pages only after the
+        work before the event. None on a CPU, where such work is already done."""
         return (
             None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         )
@@ -202,9 +202,9 @@ class PagedCache:
         stop_token: int,
         fence: torch.cuda.Event | None = None,
     ) -> None:
-        """Zero the pages that a load of tokens [first_token, stop_token) fills in part, before anything of it is written.
-        Nothing is done unless the cache `clears`. A page with tokens before the load stays: it held KV before. No page of a
-        table that is `uncached` did.
+        """Zero the pages that a load of tokens [first_token, stop_token) fills only in part, before the load writes
+        anything. Does nothing unless the cache `clears`. A page with tokens before the load is not zeroed, because it
+        holds their KV; in `uncached` tables no page does.
 
         Args:
             tables: page ids by table, from the prompt's start; -1: none.

@@ -26,9 +26,9 @@ class PlaneCopies:
     """Copies between the pages of one cache and slots, for chunks that kernels cannot take.
 
     `gather` and `scatter` take payloads in host memory. On a GPU their work is queued on the current stream, and may
-    still run when they return. `fill`, `empty` and `compare` take payloads on either side: one on a device passes
-    through host memory, where it is hashed, and they return its checksum. For a payload in host memory the caller
-    computes it. Their work has ended when they return.
+    still run when they return. `fill`, `empty` and `compare` take payloads in host or device memory, and their work has
+    ended when they return. A payload in device memory passes through host memory, where it is hashed, and they return
+    the checksum. For a payload in host memory the caller computes the checksum.
 
     Args:
         wait: waits until all work queued on the cache's stream is done.

@@ -27,7 +27,7 @@ class PageSpan(NamedTuple):
 class TokenSpan(NamedTuple):
     """Tokens [first_token, stop_token) of a prompt, in the pages of a view of a cache.
 
-    The results are kept for the next call: all layers of a chunk ask for the same.
+    Results are cached, because all layers of a chunk need the same.
 
     Attributes:
         pages: ids of the engine's pages, of `page_size` tokens each; the first holds `first_token`.
@@ -63,16 +63,16 @@ class TokenSpan(NamedTuple):
 
 
 class StripedSpan(NamedTuple):
-    """The tokens in [first_token, stop_token) that pass between two ranks, in the pages of a view of one of them: what
-    `TokenSpan` is if both hold all tokens.
+    """The tokens of [first_token, stop_token) that both of two ranks hold, in the pages of a view of one rank. Like
+    `TokenSpan`, for ranks that hold only some tokens (context parallelism).
 
     Attributes:
         pages: ids of the engine's pages; the first is the one whose tokens of the sequence include `first_token`.
         page_entries: entries (one K and V, one latent) of an engine's page.
         view_entries: entries of a page of the view.
         state_tokens: tokens of an entry.
-        stripes: the tokens that both hold.
-        stripe: those that this rank holds.
+        stripes: the tokens that both ranks hold.
+        stripe: the tokens that this rank holds.
     """
 
     pages: tuple[int, ...]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory that payloads pass through between pages and slots. There are two stagings: one is copied while
-a kernel fills or empties the other.
+"""Device memory that payloads pass through between pages and slots. There are two such buffers: one is copied while a
+kernel fills or empties the other.
 
 Kernels run on the cache's own stream, copies on a second one. Events keep them in order. No call waits for a copy
 before the next chunk has been queued.
@@ -29,7 +29,7 @@ class Staging:
 
 
 class Stagings:
-    """Two of them, used in turn by one thread.
+    """Two staging buffers, used in turn by one thread.
 
     Args:
         copies: the stream of copies; None: the current stream.

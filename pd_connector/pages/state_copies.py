@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather and scatter of states: some units of one section, in some layers, between the page of a request and a payload.
+"""Gathers and scatters states: copies some units of one section, in some layers, between the page of a request and a
+payload.
 
 Views have the strides of the engine's order; a payload is dense, `[layer][unit][row][dim]`. So a producer that keeps a
 convolution as `[dim, row]` and a consumer that keeps it as `[row, dim]` need nothing else.
@@ -25,7 +26,7 @@ def gather_states(
     """Fill a payload, uint8 `[chunk.nbytes(route)]`. On a GPU copies may still run when the call returns.
 
     Args:
-        states: of the source, by layer.
+        states: states of the source, by layer.
         pages: the one page of the request.
 
     Raises:

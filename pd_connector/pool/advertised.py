@@ -29,7 +29,7 @@ class AdvertisedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advertised_engines(published: Iterable[bytes]) -> Iterator[AdvertisedEngine]:
-    """The engines among what processes advertise (`Store.advertised`)."""
+    """The engines among the advertisements of this host's processes (`Store.advertised`)."""
     for about in published:
         try:
             yield msgspec.json.decode(about, type=AdvertisedEngine)
@@ -38,8 +38,8 @@ def advertised_engines(published: Iterable[bytes]) -> Iterator[AdvertisedEngine]
 
 
 def find_engine(published: Iterable[bytes], engine: str) -> AdvertisedEngine | None:
-    """The engine of this id among what processes advertise (`Store.advertised`), or one of its data-parallel ranks. None: it has
-    not advertised its model."""
+    """The advertised engine with this id, or one of its data-parallel ranks (from `Store.advertised`). None: it has not
+    advertised its model yet."""
     own = re.compile(re.escape(engine) + r"(_dp\d+)?")
     matching = (
         each for each in advertised_engines(published) if each.model and own.fullmatch(each.engine)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank's part of a chunk looks like at rest. Pure functions; `stored.py` moves the bytes.
 
-A part's payload is a row of runs, each the bytes of some layers that lie alike, layer after layer. A run is the writer's
-own pages of the chunk, `[plane][page][kv head][bytes]`, with K and V described as views of them. If pages of the writer's size
-do not divide a chunk, or are not dense, the run is one page of `CHUNK_TOKENS` tokens instead, `[K|V][kv head][token][dim]`.
-A reader of any layout sees the run through the views; a reader whose pages are alike takes the bytes as they are.
+A part's payload is a sequence of runs. A run has the bytes of layers with the same layout, layer after layer: the
+writer's own pages of the chunk, `[plane][page][kv head][bytes]`, with K and V described as views of them. If the
+writer's page size does not divide a chunk, or its pages are not dense, the run is one page of `CHUNK_TOKENS` tokens
+instead, `[K|V][kv head][token][dim]`. A reader with another layout reads the run through the views. A reader with the
+same layout takes the bytes as they are.
 
-A coded run is a plane `[kv head][token][dim]` of its codec for K and one for V, of all tokens that are held, layer after layer
-(docs/codecs.md). Their sizes follow from their shapes.
+A coded run has, layer after layer, one plane `[kv head][token][dim]` of its codec for K and one for V, with all held
+tokens (docs/codecs.md). Their sizes follow from their shapes.
 """
 
 import math
@@ -51,7 +52,7 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.shape[1] if len(self.shape) == 3 else self.shape[1] * self.shape[2]
 
     def stop(self, pages: int) -> int:
-        """Elements from the plane's beginning to the end of the last element."""
+        """End of the last element, in elements from the plane's beginning."""
         reach = zip((pages, *self.shape), self.strides, strict=True)
         return self.offset + sum((extent - 1) * stride for extent, stride in reach) + 1
 
@@ -64,16 +65,16 @@ class PagePlane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers of one group that lie alike at rest.
+    """Layers of one group that have the same layout at rest.
 
     Attributes:
         layers: in model numbering, ascending.
         page_size: tokens of a page at rest.
-        first_token: the first token of the chunk that is held. Pages before it were given up by a window.
+        first_token: the first held token of the chunk. A sliding window has passed the pages before it.
         planes: of each layer; none for a page in wire order, and for a coded run.
         key: K, or the latent; None for a coded run.
         value: V; None for a latent, for pages whose dtype is not known, and for a coded run.
-        codec: of the bytes.
+        codec: codec of the bytes.
     """
 
     layers: Layers
@@ -141,7 +142,7 @@ def places(form: Sequence[Run], geometry: Geometry) -> list[Place]:
     """Where each layer lies in the payload.
 
     Args:
-        geometry: of the writer.
+        geometry: geometry of the writer.
     """
     layer_places: list[Place] = []
     offset = 0
@@ -257,7 +258,7 @@ def at_rest(run: Run, geometry: Geometry) -> Geometry:
     tokens from its first one on.
 
     Args:
-        geometry: of the writer.
+        geometry: geometry of the writer.
     """
     group = group_of(geometry, run.layers[0])
     assert group is not None

@@ -15,7 +15,7 @@ class ClientPins:
     """Used by the scheduler's thread.
 
     Args:
-        looks: the thread of look-ups, which tries a pin first.
+        looks: the look-ups' thread. The first attempt of each pin runs there.
     """
 
     def __init__(self, store: Store, looks: ThreadPoolExecutor) -> None:
@@ -26,8 +26,8 @@ class ClientPins:
         """Keep these chunks, the first of a prompt, for `for_s` seconds.
 
         Args:
-            tenant: whose pin it is; empty for clients without a tenant.
-            tenants: those that share the pool.
+            tenant: the tenant that holds the pin; empty for clients without a tenant.
+            tenants: number of tenants that share the pool.
         """
         self._looks.submit(self._pin, keys, for_s, f"tenant {tenant}", tenants)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which codecs an engine keeps chunks, and in which KV may have passed that it uses or keeps."""
+"""An engine's codecs in the pool: the codec of its own chunks, and the codecs in which KV that it uses may have
+passed."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
@@ -18,9 +19,9 @@ class PoolCodecs(NamedTuple):
     """What one engine does with codecs in the pool.
 
     Attributes:
-        at_rest: its chunks are kept in this codec.
-        readable: codecs in which KV may have passed that it uses.
-        passed: the coarsest codec in which KV that it keeps may have passed.
+        at_rest: the codec of the chunks that it saves.
+        readable: the engine uses KV that has passed in one of these codecs.
+        passed: the coarsest codec in which the KV that it saves may have passed.
     """
 
     at_rest: AtRest
@@ -31,7 +32,8 @@ class PoolCodecs(NamedTuple):
 def pool_codecs(config: Config, *, consumes: bool) -> PoolCodecs:
     """The codecs of an engine with this configuration.
 
-    KV can come to an engine by a handoff or from the pool. What it computes after that depends on this KV.
+    An engine's KV can come from a handoff or from the pool, and KV that it computes afterwards depends on that KV. So
+    `passed` covers these codecs, too.
 
     Args:
         consumes: whether it takes KV from other engines.

@@ -43,8 +43,8 @@ class LoadTokens(NamedTuple):
         return min(self.stop_token, self.start + CHUNK_TOKENS)
 
     def check_tables(self, own: Geometry, tables: Tables) -> None:
-        """Raises IndexError if a table ends before the tokens that are loaded. A page that is merely missing would pass
-        for one that must not be written."""
+        """Raises IndexError if a table ends before the tokens that are loaded. Otherwise its missing pages would be
+        treated like pages that must not be written."""
         for group in own.groups:
             held = len(tables[group.table]) * group.page_size
             if max(self.start, self.first_token) < self.stop and held < self.stop:
@@ -70,7 +70,7 @@ class LoadTokens(NamedTuple):
             yield max(low, begin), min(self.stop, stop), pages
 
     def first_wanted(self, group: Group, tables: Tables) -> int | None:
-        """The first token that the next one to be computed attends to, in a page that can be written."""
+        """The first required token in a writable page: the earliest token that the next computed token attends to."""
         window = max(0, self.stop_token - group.window + 1) if group.window else 0
         low = max(self.start, self.first_token, window)
         runs = _runs_of_pages(tables[group.table], group.page_size, low, self.stop)
@@ -80,8 +80,8 @@ class LoadTokens(NamedTuple):
 def _runs_of_pages(
     table: Sequence[int], page_size: int, low: int, high: int
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Runs of consecutive pages of a request that can be written and hold some of tokens [low, high): their first and
-    stop token, and their ids."""
+    """Runs of consecutive writable pages of a request that hold some of tokens [low, high). Yields each run's first
+    token, stop token and page ids."""
     run: list[int] = []
     span = page_span(low, high, page_size) if low < high else range(0)
     for place in span:
@@ -129,8 +129,8 @@ class SavePlan(NamedTuple):
     """How a rank writes its part of a chunk.
 
     Attributes:
-        form: the runs that it holds; a run whose pages a window has passed is left out, or begins later.
-        nbytes: of the payload.
+        form: the runs that the part holds. A run is left out, or begins later, if a window has passed its pages.
+        nbytes: size of the payload.
         pieces: in the order of the payload.
     """
 
@@ -142,13 +142,13 @@ class SavePlan(NamedTuple):
 def plan_save(
     form: Sequence[Run], geometry: Geometry, tables: Tables, number: int
 ) -> SavePlan | None:
-    """How a rank writes a chunk that it has computed; None if it holds nothing of it any more.
+    """How a rank writes a chunk that it has computed; None if it holds no page of the chunk any more.
 
     Args:
         form: from `stored.describe`, of whole chunks.
-        geometry: of the rank's cache.
+        geometry: geometry of the rank's cache.
         tables: the request's pages, by table.
-        number: of the chunk.
+        number: number of the chunk.
     """
     if not form:
         return SavePlan((), 0, ())
@@ -171,8 +171,8 @@ def plan_save(
 
 
 def _held(run: Run, geometry: Geometry, tables: Tables, number: int) -> tuple[int, tuple[int, ...]]:
-    """The first token of the chunk from which on all pages of a run are held, and these pages; none if the chunk's
-    last page is not held, or bytes in wire order are not held as a whole."""
+    """The token from which on all pages of a run are held, and these pages. No pages if the chunk's last page is not
+    held, or if a run in wire order is not held as a whole."""
     group = group_of(geometry, run.layers[0])
     assert group is not None
     start = number * CHUNK_TOKENS
@@ -198,8 +198,8 @@ class LoadPiece(NamedTuple):
     """Some layers of a run, which one `PagedCache.scatter` writes into own pages.
 
     Attributes:
-        part: place of the part among those that are read.
-        run: of the part's `ReadPlan.form`.
+        part: index of the part among the parts that are read.
+        run: run of the part's `ReadPlan.form`.
         route: from the run, as a cache, to the reader's cache.
         chunk: its tokens count from the prompt's beginning.
         pages: own pages of the chunk; all of them can be written.
@@ -228,12 +228,12 @@ def plan_load(
         parts: the writer's geometry, and what is needed of it, for each of `needed_parts`.
         own: as for `need`.
         tables: own pages of the request, by table; -1: must not be written.
-        number: of the chunk.
+        number: number of the chunk.
         first_token, stop_token: the tokens of the prompt that are loaded, of this chunk and of others. A window ends at
             `stop_token`.
 
     Raises:
-        PoolError: KV cannot pass between the two caches, or the parts lack a token that is wanted. `cause` is `UNLIKE`.
+        PoolError: KV cannot pass between the two caches, or the parts lack a required token. `cause` is `UNLIKE`.
         IndexError: a table is too short.
     """
     pieces: list[LoadPiece] = []
@@ -288,8 +288,8 @@ def _load_pieces(
 
 @functools.lru_cache(maxsize=512)
 def _routes(run: Run, geometry: Geometry, own: Geometry) -> tuple[Route, ...]:
-    """From a run at rest to a reader's cache. A coded run passes in its own codec, whatever the reader would ask a
-    producer for.
+    """From a run at rest to a reader's cache. A coded run passes in its own codec, even if the reader would choose
+    another codec in a handoff.
 
     Raises:
         PoolError: KV cannot pass between the two.

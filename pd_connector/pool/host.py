@@ -26,7 +26,7 @@ def settings_of(value: object) -> PoolSettings | None:
 
 
 def open_pool(value: object) -> tuple[Store, PoolSettings] | None:
-    """The store that the config key `pool` names, and what this engine does with it; None if that is off.
+    """The store that the config key `pool` names, and this engine's settings for it; None if the pool is off.
 
     Raises:
         ConfigError: the value is wrong, or a folder cannot be used.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine asks of its ranks' pools: to save a chunk, or to fill pages from chunks."""
+"""An engine's commands to its ranks' pools: save a chunk, or fill pages from chunks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -56,8 +56,8 @@ class Saved(NamedTuple):
 class Fill(NamedTuple):
     """Load tokens [first_token, stop_token) from chunks of the pool. Answered by `Finished`.
 
-    With `compares` no page is written: the pages hold this KV already, computed here, and what is loaded is compared
-    with them.
+    With `compares` no page is written: the pages already hold this KV, computed here, and the loaded KV is compared
+    with it.
     """
 
     request: str

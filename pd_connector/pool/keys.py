@@ -38,8 +38,8 @@ class Input(NamedTuple):
 
 
 def model_root(facts: ModelFacts) -> bytes | None:
-    """The model's part of all keys; None if its weights are not known, or not yet, so that nothing may be read or written.
-    Weights that have changed are known by their `version` only."""
+    """The model's part of all keys; None while its weights are not known: then no chunk can be read or written. Weights
+    that were changed in place are known only by their `version`."""
     weights: tuple[str, ...]
     if facts.reading:
         return None
@@ -57,7 +57,7 @@ def model_root(facts: ModelFacts) -> bytes | None:
 
 
 def salt_digest(salt: str) -> bytes:
-    """What records and roots have of a request's cache salt, which may be a secret."""
+    """Hash of a request's cache salt, for records and roots. The salt itself may be a secret."""
     return _digest(b"pd-pool-salt", salt)
 
 
@@ -124,7 +124,7 @@ def extend(
     Args:
         parent: key of the chunk before `first_chunk`, or the root if that is 0.
         tokens: ids of the prompt from chunk `first_chunk` on.
-        inputs: of the whole prompt, in any order.
+        inputs: inputs of the whole prompt, in any order.
 
     Raises:
         OverflowError: a token id has more than 32 bits.

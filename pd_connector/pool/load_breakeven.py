@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many chunks of a hit are loaded: as many as are loaded faster than computed, by measured speeds. Pure.
+"""Decides how many chunks of a hit are loaded: those that load faster than they are computed, by measured speeds. Pure.
 
-What is not measured yet counts as fast, so the first hits are loaded. A tier that is too slow, or does not answer, is left
-alone for a while. Then one of its chunks is read for which no request waits (a probe), and the tier is used again if that
-was fast.
+A tier that is not measured yet counts as fast, so the first hits are loaded. A tier that is too slow, or does not
+answer, is left alone for a while. Then one of its chunks is read although no request waits for it (a probe). If the
+probe was fast, the tier is used again.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _NEW = 0.5
 
 @dataclass
 class _Pause:
-    """When something may be tried again that has failed. Without a length nothing has."""
+    """The pause after a failure, and when the next attempt is due. Length 0: nothing has failed."""
 
     length_s: float = 0.0
     until: float = 0.0
@@ -39,12 +39,12 @@ class _Pause:
 
 @dataclass
 class _Tier:
-    """What was measured of one tier of the store.
+    """Measurements of one tier of the store.
 
     Attributes:
         silent: the pause after it did not answer. No chunk of it is loaded until a probe is answered.
         slow: the pause after it was found too slow.
-        probed: its speed is that of a probe, which writes no page. The next load measures it in full.
+        probed: whether its speed comes from a probe, which writes no page. The next load measures the full speed.
     """
 
     byte_s: float = 0.0  # seconds a byte
@@ -56,7 +56,8 @@ class _Tier:
 
 @dataclass
 class LoadBreakeven:
-    """The speeds of an engine's prefill and of the tiers of its store, and what they make worth loading."""
+    """Measured speeds of an engine's prefill and of its store's tiers, and the decision which chunks are worth
+    loading."""
 
     _token_s: float | None = None
     _tiers: dict[str, _Tier] = field(default_factory=dict)
@@ -142,8 +143,8 @@ class LoadBreakeven:
 
 @dataclass
 class Answers:
-    """Whether the store answers look-ups in time. If not, it is left alone for a while; then a look-up is made for which
-    no request waits."""
+    """Tracks whether the store answers look-ups in time. If not, it is left alone for a while; then one look-up is made
+    that no request waits for."""
 
     _pause: _Pause = field(default_factory=_Pause)
 

@@ -27,12 +27,12 @@ class ReadPart(NamedTuple):
     """A part whose bytes are verified.
 
     Attributes:
-        geometry: of its writer.
+        geometry: geometry of its writer.
         need: the part of it that was read.
         data: `need.nbytes` bytes.
-        engine_id: of its writer.
+        engine_id: engine id of its writer.
         writer: from `trust.writer_of`.
-        codec: the coarsest one in which its KV may have passed.
+        codec: the coarsest codec in which its KV may have passed.
     """
 
     geometry: Geometry
@@ -64,7 +64,8 @@ class ReadBuffer:
         self._regions: dict[int, mmap.mmap] = {}
 
     def room(self, place: int, nbytes: int) -> memoryview:
-        """Memory for a part. `place` is the part's number in its chunk; -1 is for what is made of the parts."""
+        """Memory for a part. `place` is the part's number in its chunk; -1 for the payloads that are made from the
+        parts."""
         if nbytes and len(self._regions.get(place, b"")) < nbytes:
             self._regions[place] = mmap.mmap(-1, nbytes)
         return memoryview(self._regions[place] if nbytes else b"")[:nbytes]
@@ -74,8 +75,8 @@ class Loader:
     """Any thread may use it.
 
     Args:
-        geometry: of the rank's cache.
-        codecs: in which KV may have passed that is used here.
+        geometry: geometry of the rank's cache.
+        codecs: this engine uses only KV that has passed in these codecs.
     """
 
     def __init__(self, store: Store, geometry: Geometry, codecs: tuple[str, ...]) -> None:
@@ -89,18 +90,20 @@ class Loader:
         return not self._store.brings_at_once(chunk.key)
 
     def bring(self, chunk: PromptChunk) -> None:
-        """Have a chunk on this host before it is read, so that what waits for a far store holds no buffer. Raises PoolError."""
+        """Bring a chunk to this host before it is read, so that no buffer is held during the wait for a far store.
+        Raises PoolError."""
         self._store.bring(chunk.key)
 
     def read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
-        """Read and verify a chunk that is on this host: others are brought first.
+        """Read and verify a chunk that is on this host. A chunk of a far store must be brought first (`bring`).
 
         Args:
             facts: the model that will use it.
             buffer: takes the bytes.
 
         Raises:
-            PoolError: it is not there, not what is wanted, or damaged. Then the store has lost it.
+            PoolError: the chunk is not there, is not the expected chunk, or is damaged. A damaged chunk is removed from
+                the store.
         """
         try:
             return self._read(chunk, facts, buffer)

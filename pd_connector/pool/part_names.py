@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of parts: which rank wrote a part, in which codec its KV may have passed, and for which draft model. Look-ups know
-no more of a part."""
+"""Names of parts. A name tells the rank that wrote the part, the codec in which its KV may have passed, and the draft
+model. A look-up knows only the name."""
 
 import functools
 import re
@@ -24,11 +24,12 @@ def draft_mark(draft: bytes) -> str:
 
 
 def part_name(shard: Shard, codec: str = RAW.name, draft: bytes = b"") -> str:
-    """The name of what this rank writes of each chunk.
+    """The name of this rank's part of each chunk.
 
     Args:
-        codec: the coarsest one in which its KV may have passed. A look-up reads it here, and opens no file.
-        draft: fingerprint of the draft model whose layers are in the chunk, too; empty for none.
+        codec: the coarsest codec in which its KV may have passed. It is in the name, so a look-up need not open the
+            file.
+        draft: fingerprint of the draft model, if its layers are in the chunk, too; empty for none.
 
     >>> part_name(Shard(first_layer=0, stop_layer=32, tp_rank=1, tp_size=2), "int8")
     '0-32.1of2.int8'
@@ -53,7 +54,7 @@ def part_draft(name: str) -> str:
 
 
 def part_shard(name: str) -> Shard | None:
-    """The shard of the rank that wrote a part of this name; None if it is no such name."""
+    """The shard of the rank that wrote the part with this name; None if it is not a part's name."""
     match = _PART.fullmatch(name)
     if match is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader's rank needs of the parts of a chunk. Pure functions."""
+"""Plans the bytes of a chunk's parts that a reader's rank needs. Pure functions."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -12,13 +12,13 @@ from pd_connector.pool.part_names import part_shard
 
 
 class ReadPlan(NamedTuple):
-    """What a reader's rank needs of one part.
+    """The bytes of one part that a reader's rank needs.
 
     Attributes:
         form: the part's runs with the layers that are needed.
-        places: of these layers, in the order of the payload.
+        places: places of these layers, in the order of the payload.
         start: where the reader's buffer begins in the payload.
-        nbytes: of the buffer.
+        nbytes: size of the buffer.
     """
 
     form: tuple[Run, ...]
@@ -28,7 +28,7 @@ class ReadPlan(NamedTuple):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Offset and bytes of each range of the payload that must be read. It belongs at `offset - start` in the
+        """Offset and size of each range of the payload that must be read. A range goes to `offset - start` in the
         buffer."""
         merged: list[tuple[int, int]] = []
         for _, offset, nbytes in self.places:
@@ -40,7 +40,7 @@ class ReadPlan(NamedTuple):
 
 
 def needed_parts(names: Iterable[str], own: Geometry) -> list[str]:
-    """The parts that have something for a rank with this geometry, of all parts of a chunk."""
+    """Those parts of a chunk that have layers or heads for a rank with this geometry."""
     needed = []
     for name in names:
         shard = part_shard(name)
@@ -59,7 +59,7 @@ def _has_of(shard: Shard, own: Geometry, group: Group) -> bool:
 
 
 def need(form: Sequence[Run], geometry: Geometry, own: Geometry) -> ReadPlan | None:
-    """What a rank with the geometry `own` needs of a part; None if that is nothing.
+    """The bytes of a part that a rank with the geometry `own` needs; None if it needs nothing.
 
     Args:
         form, geometry: of the part's record.

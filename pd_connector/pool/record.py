@@ -53,8 +53,9 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         engine: name and version of the engine, and its accelerator, such as `vllm 0.32.0 on cpu`: other hosts may have another.
-        engine_id: of this connector.
-        codec: the coarsest one in which the KV may have passed, at rest included; `raw` if it is what an engine computed.
+        engine_id: engine id of this connector.
+        codec: the coarsest codec in which the KV may have passed, including its codec at rest; `raw` if it was never
+            coded.
     """
 
     engine: Name
@@ -66,7 +67,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a part holds.
 
     Attributes:
-        key: of the chunk (`keys.link`).
+        key: key of the chunk (`keys.link`).
         parent: key of the chunk before it, or the root.
         number: place of the chunk in its prompts, from 0.
         tokens: ids of its tokens (`keys.token_bytes`).
@@ -78,7 +79,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         form: what the payload looks like.
         layers: where each layer lies in the payload, in the order of `form`. None if other ranks hold the same heads and
             write all layers: a chunk has a part of every rank.
-        parts: parts of the chunk. This is the one named `part`.
+        parts: number of parts of the chunk. This part's name is `part`.
     """
 
     key: Key
@@ -127,10 +128,10 @@ def layer_sum(data: bytes | bytearray | memoryview) -> bytes:
 def payload_problem(
     record: Record, needed: Iterable[Place], buffer: memoryview, start: int = 0
 ) -> str:
-    """What is wrong with the bytes of these layers; empty if they are those that were written.
+    """What is wrong with the bytes of these layers; empty if they match the record's sums.
 
     Args:
-        needed: of `places(record.form, ...)`, such as `ReadPlan.places`.
+        needed: some of `places(record.form, ...)`, such as `ReadPlan.places`.
         buffer: the payload from byte `start` on.
     """
     sums = {each.layer: each.sum for each in record.layers}
@@ -216,13 +217,13 @@ def decode(data: bytes | memoryview) -> Record:
 def record_problem(
     record: Record, expected: PromptChunk, facts: ModelFacts, codecs: Container[str]
 ) -> tuple[Miss, str] | None:
-    """Why this is not the wanted chunk; None if it is.
+    """Why this record is not the requested chunk's; None if it is.
 
-    The key only finds. What it stands for is compared, as far as the record repeats it.
+    The key alone is not trusted: the values that it was hashed over are compared, as far as the record has them.
 
     Args:
         facts: the reader's model.
-        codecs: in which the reader permits that KV has passed.
+        codecs: the reader uses only KV that has passed in these codecs.
     """
     if record.key != expected.key:
         return Miss.DAMAGED, f"file of chunk {record.key.hex()} stands for {expected.key.hex()}"

@@ -27,7 +27,7 @@ class Room(NamedTuple):
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that has this path, or would have it; empty if nothing is there."""
+    """The type of the file system of this path, which need not exist yet; empty if unknown."""
     resolved = os.path.realpath(path)
     best, kind = "", ""
     for line in _lines(Path("/proc/self/mounts")):
@@ -45,7 +45,7 @@ def is_network(kind: str) -> bool:
 
 
 def own_bytes(folder: Path) -> int:
-    """What the pool itself holds of a file system: that is its own to use."""
+    """Bytes of a file system that the pool itself uses: they count as available to it."""
     total = 0
     for name in ("data", "staged"):
         with contextlib.suppress(OSError), os.scandir(folder / name) as files:
@@ -56,7 +56,7 @@ def own_bytes(folder: Path) -> int:
 
 
 def memory_rooms(shm: Path, own: int) -> list[Room]:
-    """What a tmpfs, the machine and the container leave, the least first.
+    """Free bytes that a tmpfs, the machine and the container leave; the smallest first.
 
     Args:
         own: bytes that the pool holds already.
@@ -72,7 +72,7 @@ def memory_rooms(shm: Path, own: int) -> list[Room]:
 
 
 def process_rooms(own: int = 0) -> list[Room]:
-    """What the machine and the container leave to a process, the least first."""
+    """Free bytes that the machine and the container leave to a process; the smallest first."""
     rooms = [Room(_available() + own, "the memory of this machine", "end what else needs memory")]
     limit = _cgroup_room()
     if limit < _UNLIMITED:
@@ -89,7 +89,8 @@ def _available() -> int:
 
 
 def _cgroup_room() -> int:
-    """Bytes that the limits of this process's cgroups leave. What the kernel can drop at once counts as left."""
+    """Bytes that the limits of this process's cgroups leave. Memory that the kernel can drop at once (caches) counts as
+    free."""
     least = _UNLIMITED
     for folder, limit, usage in _cgroups():
         most, used = _number(folder / limit), _number(folder / usage)

@@ -15,14 +15,14 @@ SAVED = "saved"
 
 
 class WantedPart:
-    """A part that the store wants. It has room there until `write` or `cancel` has been called."""
+    """A part that the store takes. It has room there until `write` or `cancel` has been called."""
 
     def __init__(self, record: Record, writing: Writing) -> None:
         self._record = record
         self._writing = writing
 
     def write(self, payload: memoryview) -> str:
-        """Write the part. Returns what became of it: `SAVED`, or why it was not kept.
+        """Write the part. Returns `SAVED`, or the reason why the part was not kept.
 
         Raises:
             PoolError: the store takes no more bytes.
@@ -48,8 +48,8 @@ class Saver:
     read it, and the others read its successor as well.
 
     Args:
-        geometry: of the rank's cache.
-        writer: told in every record.
+        geometry: geometry of the rank's cache.
+        writer: the writer that every record names.
         parts: number of ranks of the engine; each writes a part of every chunk.
     """
 
@@ -62,8 +62,8 @@ class Saver:
     def ask(
         self, chunk: PromptChunk, tenant: str, facts: ModelFacts, form: Form
     ) -> WantedPart | str:
-        """Ask the store for room, before anything is copied: another engine has often saved the chunk already. Returns
-        why the store does not want it otherwise.
+        """Ask the store for room before the chunk is copied, because another engine has often saved it already. Returns
+        the part, or the reason why the store does not take it.
 
         Args:
             facts: the model that computed it.
@@ -109,7 +109,7 @@ class Saver:
         return writing.why if isinstance(writing, Refusal) else writing
 
     def _lacks_draft(self, record: Record) -> bool:
-        """Whether the chunk that is there has no KV of this record's draft model."""
+        """Whether the stored chunk lacks KV of this record's draft model."""
         own = draft_mark(record.facts.draft)
         (stored,) = self._store.find([record.key]) if own else (None,)
         return stored is not None and any(part_draft(name) != own for name in stored.parts)

@@ -38,7 +38,7 @@ def describe(cache: PagedCache, codec: AtRest = "raw") -> Form:
     """What this rank's part of a whole chunk looks like at rest. Empty if ranks with the same heads write all layers.
 
     Args:
-        codec: of all layers that it makes smaller. Other layers stay raw.
+        codec: the codec of all layers that it makes smaller. Other layers stay raw.
 
     Raises:
         UnsupportedGeometryError: the pool cannot keep chunks of this cache.
@@ -179,8 +179,8 @@ def open_run(run: Run, geometry: Geometry, needed: ReadPlan, buffer: Buffer) -> 
     """A run at rest as a cache, on the host.
 
     Args:
-        run: of `needed.form`.
-        geometry: of the writer.
+        run: run of `needed.form`.
+        geometry: geometry of the writer.
         buffer: `needed.nbytes` bytes; not copied.
 
     Raises:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which writers' chunks an engine uses: those with which it has compared one prompt that it computed itself.
+"""Which writers' chunks an engine uses: those of writers that passed a comparison with a prompt that the engine
+computed itself.
 
-A writer is a kind of engine, dead or alive: its version, the layout and dtype of its cache, codecs, its model, and the adapter. Each rank
-keeps a book of its own, for as long as its weights stay the same.
+A writer is a kind of engine: its version, the layout and dtype of its cache, its codecs, its model, and the adapter.
+All engines of a kind are one writer. Each rank keeps its own list of writers, for as long as its weights stay the same.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ MOST_WRITERS = 4096
 
 
 def writer_of(record: Record) -> bytes:
-    """The writer of a part, as a hash. Parts of all its ranks have the same."""
+    """The writer of a part, as a hash. It is the same for the parts of all ranks of the writer."""
     groups = {
         msgspec.structs.replace(group, layers=(0,), scales=(), table=0)
         for group in record.geometry.groups
@@ -40,7 +41,7 @@ class WriterTrust:
     """Used by the agent's thread. Outlives it.
 
     Args:
-        own: id of this engine; what it wrote itself is believed.
+        own: id of this engine. Its own chunks are always used.
         audits: whether others must pass an audit.
     """
 
@@ -54,7 +55,7 @@ class WriterTrust:
         """Why a part must not be used; None if it may be.
 
         Args:
-            engine_id: of the record.
+            engine_id: engine id of the record.
             writer: from `writer_of`.
         """
         if why := self._distrusted.get(writer):
@@ -64,7 +65,7 @@ class WriterTrust:
         return Cause.UNAUDITED, "no chunk of this kind of writer has been compared yet"
 
     def passed(self, writer: bytes) -> None:
-        """Everything that was compared of this writer is what this engine computes."""
+        """The writer has passed: all compared KV equals what this engine computes."""
         self._passed[writer] = None
         while len(self._passed) > MOST_WRITERS:
             del self._passed[next(iter(self._passed))]

@@ -20,8 +20,8 @@ class Checked(NamedTuple):
 
 
 def sound(key: bytes, part: str, reading: Reading) -> str:
-    """What is wrong with a part, by its header, its record and the sum of each layer. Whether an engine can use it depends on
-    the engine."""
+    """What is wrong with a part: its header, record and the sum of each layer are checked. Whether an engine can use
+    the part also depends on that engine."""
     header, record = read_head(reading)
     if (record.key, record.part) != (key, part):
         return f"is {record.part} of chunk {record.key.hex()}"

@@ -25,7 +25,8 @@ class Deadlines(Generic[K]):
         return len(self._at)
 
     def set(self, key: K, at: float) -> None:
-        """Set the key's deadline to `at`, in seconds. An earlier deadline that it has stays. Infinity sets nothing."""
+        """Set the key's deadline to `at`, in seconds. If the key has an earlier deadline, that stays. Infinity sets
+        nothing."""
         if at >= self._at.get(key, float("inf")):
             return
         self._at[key] = at

@@ -46,7 +46,7 @@ class NoAddressError(PDConnectorError):
 class PublishedAddress:
     """A file in memory into which the engine writes its address (config key `address_file`).
 
-    It has no name on any disk. It ends with the process that made it, however that process ends.
+    It has no name on any disk. It disappears with the process that made it, even if that process is killed.
     """
 
     def __init__(self) -> None:
@@ -133,8 +133,8 @@ class PDConnectorBackend(BaseConnectorBackend):
             self.llm_config.update_engine_kwargs(worker_extension_cls=WORKER_EXTENSION)
 
     def _own_name(self, given: str | None) -> str:
-        """An engine id that no other engine has. Replicas share one config, so an id from the config is not
-        enough. Ray's tests make engines in replicas without an id: their engine ids end with a random part."""
+        """An engine id that no other engine has. Replicas share one config, so an id from the config is not enough.
+        Replicas without an id, as in Ray's tests, get a random suffix."""
         replica = getattr(serve.get_replica_context(), "replica_id", None)
         if replica is None:
             return f"{given or 'engine'}-{self._get_unique_suffix()}"
@@ -173,8 +173,8 @@ class PDConnectorBackend(BaseConnectorBackend):
         return shaped
 
     def _producer_for(self, request: Any, peer: Mapping[str, Any] | None) -> ProducerAddress | None:
-        """The place to fetch this request's KV from. None: the decode engine computes the prompt. Ray's own
-        decode server asks for every request, even if one transfer cannot carry it."""
+        """The address to fetch this request's KV from. None: the decode engine computes the prompt. Ray's own decode
+        server calls this for every request, even if one transfer cannot carry it."""
         return self.address_of(peer) if why_alone(request) is None else None
 
     def address_of(self, peer: Mapping[str, Any] | None) -> ProducerAddress | None:

@@ -155,7 +155,7 @@ class ConcurrentDecode:
         raw_request_info: Any,
     ) -> AsyncGenerator[Any, None]:
         """Run both engines at the same time. If the prefill fails before the first token has come, the request starts
-        again, alone. An answer does not wait for a prefill replica that hangs."""
+        again on the decode engine alone. An answer does not wait for a prefill replica that hangs."""
         backend = self._backend()
         peer = selection.replica_metadata
         shaped = backend.prepare_prefill_request(request=request, peer=peer)

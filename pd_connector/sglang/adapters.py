@@ -72,8 +72,8 @@ class Adapters:
 
 
 def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> Any:
-    """SGLang loads an adapter. Its files are held open meanwhile, so that the fingerprint is that of what was loaded.
-    SGLang keeps it in memory, whatever becomes of the files."""
+    """SGLang loads an adapter. Its files are held open meanwhile, so that the fingerprint is that of the loaded files.
+    SGLang keeps the adapter in memory even if the files change later."""
     contents: dict[str, _Loaded] = vars(manager).setdefault(_LOADED, {})
     for unloaded in contents.keys() - set(manager.lora_refs):
         del contents[unloaded]
@@ -93,10 +93,10 @@ def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> 
 
 
 def _content(path: str, files: AdapterFiles | None) -> str:
-    """Fingerprint of an adapter that was loaded from this path.
+    """Fingerprint of the content of an adapter that was loaded from this path.
 
     Args:
-        files: that were there before the load. None: SGLang has downloaded them.
+        files: the files as they were before the load. None: SGLang has downloaded them.
     """
     if files is not None:
         if files.exchanged:

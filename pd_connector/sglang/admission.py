@@ -118,7 +118,7 @@ def logprobs_problem(req: Any, most: int) -> str:
 
 
 def refuse(req: Any, problem: str, scheduler: Any) -> None:
-    """End a request that has not entered a queue, with status 400, as SGLang ends requests that it refuses itself.
-    Then, for example, its session does not wait for it."""
+    """End a request that has not entered a queue, with status 400. SGLang's own function ends it, so that, for example,
+    the request's session does not wait for it."""
     req.set_finish_with_abort(problem)
     scheduler.retire_unadmitted_request(req)

@@ -52,7 +52,7 @@ class DraftPool(NamedTuple):
 
     Attributes:
         pool: SGLang's.
-        named, scales: as `describe_cache` takes them, by the draft model's own numbers of layers.
+        named, scales: see `describe_cache`; keyed by the draft model's own layer numbers.
     """
 
     pool: Any
@@ -74,12 +74,12 @@ def describe_cache(
 
     Args:
         pool: SGLang's `token_to_kv_pool`.
-        named: what each layer's modules say of its KV heads in the whole model.
+        named: for each layer the numbers of KV heads in the whole model that its modules name.
         shard: the part of the model that this rank holds.
         sliding_window: tokens before a token that layers with a window see, as SGLang counts them.
-        scales: of an FP8 pool; 1 for a layer without an entry.
-        parts: of the convolutions of recurrent layers (`states.state_parts`).
-        draft: the draft model's; None: the engine does not draft.
+        scales: scales of an FP8 pool; 1 for a layer without an entry.
+        parts: parts of the convolutions of recurrent layers (`states.state_parts`).
+        draft: the draft model's pool; None: the engine does not draft.
 
     Raises:
         UnsupportedGeometryError: this kind of pool cannot be moved, or it is not known which heads a rank holds.
@@ -219,8 +219,8 @@ def _describe_draft(
 
 
 def _index_keys(pool: Any, numbers: Sequence[int]) -> tuple[dict[int, LayerPages], Group] | None:
-    """The index keys of sparse attention. Layers that use those of the layer before have none; None: no layer of
-    this pipeline stage has any."""
+    """The index keys of sparse attention; None if no layer of this pipeline stage has any. A layer that uses the keys
+    of the preceding layer has none of its own."""
     if pool.index_kpool != 1:
         raise UnsupportedGeometryError(
             f"index keys of {pool.index_kpool} tokens each: PDConnector moves a key of each token; serve this model without "
@@ -260,7 +260,7 @@ def _index_keys(pool: Any, numbers: Sequence[int]) -> tuple[dict[int, LayerPages
 
 
 def _pages(pool: Any) -> tuple[list[LayerPages], tuple[int, int]]:
-    """The layers of a pool, with the dimensions of K and V; those of a latent, which has no V, are (dimension, 0)."""
+    """The layers of a pool, with the dims of K and V; (dim, 0) for a latent, which has no V."""
     from sglang.srt.mem_cache.memory_pool import (
         DSATokenToKVPool,
         MHATokenToKVPool,

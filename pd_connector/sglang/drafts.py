@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's draft model (speculative decoding): its pool, its weights, and the form of its first drafts.
 
-A decode engine drafts on from what the prefill engine's draft model has computed: KV of the prompt, and, with the first
-token, a hidden state and the likeliest next tokens. So both engines need the same draft model.
+A decode engine continues drafting from the results of the prefill engine's draft model: KV of the prompt, and, with the
+first token, a hidden state and the likeliest next tokens. So both engines need the same draft model.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ class Drafts(NamedTuple):
     Attributes:
         cache: its KV pool.
         runner: SGLang's `ModelRunner`.
-        tokens: of a first draft.
+        tokens: number of tokens of a first draft.
         vocabulary: size of the draft model's vocabulary: the first number that is not a token of a first draft.
-        form: of first drafts (`protocol.wire.final_token.draft_form`).
+        form: form of first drafts (`protocol.wire.final_token.draft_form`).
     """
 
     cache: DraftPool
@@ -82,8 +82,8 @@ def drafts_of(queue: Any) -> Drafts | None:
 
 
 def _token_map(worker: Any) -> torch.Tensor | None:
-    """The model's token of each token of the draft model (`--speculative-token-map`, or EAGLE3's own); None where the numbers
-    are the same."""
+    """Maps each token id of the draft model to the model's token id (`--speculative-token-map`, or EAGLE3's own map);
+    None if the ids are the same."""
     token_map: torch.Tensor | None = getattr(worker.draft_worker, "hot_token_id", None)
     return token_map
 
@@ -94,8 +94,8 @@ def _digest(token_map: torch.Tensor) -> str:
 
 
 def draft_model(drafts: Drafts | None, settings: Config) -> DraftFiles | bytes:
-    """The files of the draft model, which are to be read, or its fingerprint where it has none. Empty where there is no
-    draft model, or nothing is known of its weights: then the engine takes no KV."""
+    """The draft model's files, still to be read, or its fingerprint if it has no files. Empty if there is no draft
+    model, or if its weights are unknown: then the engine takes no KV."""
     if drafts is None:
         return b""
     model = drafts.runner.model_config

@@ -47,7 +47,8 @@ def _classes(original: Callable[..., Any], transfer_backend: Any, class_type: An
 
 
 def _manager_made(original: Callable[..., Any], queue: Any, *args: Any, **options: Any) -> Any:
-    """The queue has what a manager is not given: the pool, its buffers and the scheduler."""
+    """Pass the queue to the manager: the queue has the pool, buffers and scheduler, which a manager's constructor does
+    not get."""
     manager = original(queue, *args, **options)
     if _is_ours(queue):
         manager.attach(queue)
@@ -55,7 +56,7 @@ def _manager_made(original: Callable[..., Any], queue: Any, *args: Any, **option
 
 
 def _admit(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **options: Any) -> Any:
-    """Only requests that cannot end the engine enter a queue. SGLang's own health checks are not examined: no KV
+    """Let only requests that cannot end the engine enter a queue. SGLang's own health checks are not checked: no KV
     passes for them."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, is_unadmitted_reject
 
@@ -147,7 +148,7 @@ def _changes_weights(**change: bool) -> Callable[..., Any]:
 
 
 def _late(name: str) -> Callable[..., Any]:
-    """A wrapper in a module that imports SGLang's, so it is imported at the first call."""
+    """A wrapper whose module is imported only at the first call, because that module imports SGLang."""
 
     def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return pkgutil.resolve_name(f"pd_connector.sglang.{name}")(original, *args, **options)

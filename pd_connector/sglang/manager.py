@@ -59,8 +59,8 @@ class Manager(BaseKVManager):
 
     Attributes:
         rank: what the rank's requests share.
-        agent: of this rank.
-        weights: watches those that the model has.
+        agent: agent of this rank.
+        weights: watches the model's weights.
         prefill_info_table: prefill engines by address, in SGLang's terms: it looks there whether an
             engine is known, and how many data-parallel ranks it has.
     """
@@ -224,8 +224,7 @@ class Manager(BaseKVManager):
     def teardown(self) -> None:
         """SGLang changes the engine's side, and makes another manager. The scheduler is idle.
 
-        Sockets, threads and memory of this manager are given back. What is known of the weights stays: the next
-        manager tells it.
+        Frees the sockets, threads and memory of this manager. The weights' fingerprint is kept for the next manager.
         """
         if self._streaming is not None:
             self._streaming.close()
@@ -248,8 +247,8 @@ class Manager(BaseKVManager):
             yield
 
     def idle(self) -> None:
-        """The scheduler has nothing to compute, and would turn without pause. Where KV is under way,
-        the agent's thread needs Python's lock to move it."""
+        """The scheduler has nothing to compute: pause, because its loop would take Python's lock from the agent's
+        thread, which needs it to move KV."""
         self.agent.engine_steps()
         self._backoff.pause(self.agent.wait_for_outcome)
 
@@ -258,8 +257,8 @@ class Manager(BaseKVManager):
         register(self.kv_args, self._config.host, self.agent.port)
 
     def describe(self) -> dict[str, Any]:
-        """The state that this engine reports: its side, which `/pd_role_switch` changes, what it is, and where a prefill
-        engine is. A router needs the address to name it to a decode engine of another kind."""
+        """The state that this engine reports: its side, which `/pd_role_switch` changes, its description, and a prefill
+        engine's address. A router needs the address to name it to a decode engine of another kind."""
         side = "prefill" if self._produces else "decode"
         address = self._address.fields() if self._produces else {}
         return {"side": side, **address, **about.written(self.weights.facts)}
@@ -299,11 +298,11 @@ class Manager(BaseKVManager):
     def compute_again(
         self, req: Any, address: str, cause: Cause, rest: dict[str, Any] | None = None
     ) -> SecondPrefill | None:
-        """Have the prefill engine at this address compute a request's prompt once more; None where
-        that is not wanted, or not possible.
+        """Have the prefill engine at this address compute a request's prompt once more; None if the config forbids it,
+        or it is not possible.
 
-        With several ranks it is not: each meets failures of its own, and all would have to go over to
-        the second attempt together.
+        It is not possible with several ranks: each rank has failures of its own, but all would have to switch to the
+        second attempt together.
 
         Args:
             rest: SGLang's own body for a request that it has retracted.
@@ -325,13 +324,13 @@ class Manager(BaseKVManager):
         self._engines.forget(address)
 
     def submit_prefill_recompute(self, kv_receiver: Any, payload: dict[str, Any]) -> None:
-        """SGLang wants a prompt computed again by the prefill engine, because its weights have changed
+        """SGLang needs a prompt computed again by the prefill engine, because its weights have changed
         (`pause_generation` with mode `retract`)."""
         kv_receiver.compute_again(payload)
 
     def resume(
         self, body: dict[str, Any], address: str, server: PrefillServer | None
     ) -> SecondPrefill | None:
-        """Have the prefill engine at this address compute the prompt of a retracted request, and the answer so far. One rank asks
-        for all; None at the others."""
+        """Have the prefill engine at this address compute the prompt of a retracted request, and its answer so far. One
+        rank sends the request for all ranks; the others return None."""
         return self._second_prefills.send(body, address, server) if self.rank.leads else None

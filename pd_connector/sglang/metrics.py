@@ -48,10 +48,10 @@ def _series() -> dict[str, Any]:
 
 
 class Metrics:
-    """The series of one rank. A thread of their own updates them once a second.
+    """The metric series of one rank. A separate thread updates them once a second.
 
     Args:
-        telemetry: of the rank's agent.
+        telemetry: telemetry of the rank's agent.
         rank: number of the rank in its engine.
     """
 

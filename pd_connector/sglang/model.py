@@ -109,7 +109,7 @@ def kv_scales(model: torch.nn.Module) -> dict[int, tuple[float, float]]:
 
 
 def kv_heads(model: torch.nn.Module) -> dict[int, frozenset[int]]:
-    """What the modules of each layer say of its KV heads in the whole model, by the layer's number."""
+    """For each layer, by number: the numbers of KV heads in the whole model that its modules name."""
     modules = dict(model.named_modules())
     heads: dict[int, frozenset[int]] = {}
     for name, module in modules.items():
@@ -120,7 +120,7 @@ def kv_heads(model: torch.nn.Module) -> dict[int, frozenset[int]]:
 
 
 def _named_around(modules: Mapping[str, torch.nn.Module], name: str) -> frozenset[int]:
-    """What the nearest module around this one says that says anything, up to the list of layers."""
+    """Numbers of heads in the nearest module around this module that names any, up to the list of layers."""
     while name := name.rpartition(".")[0]:
         if isinstance(modules[name], torch.nn.ModuleList):
             break
@@ -143,8 +143,8 @@ def checkpoint_folder(model_path: str, revision: str | None) -> Path | None:
 
 
 def _config(scheduler: Any, folder: Path | None) -> dict[str, Any]:
-    """`config.json` as it was on disk when SGLang read it, with the operator's overrides. Where it is not known,
-    SGLang's own object, which also has what SGLang adds."""
+    """`config.json` as it was on disk when SGLang read it, with the operator's overrides. If that file is not known,
+    the config is SGLang's own object, which also has SGLang's additions."""
     overrides = json.loads(scheduler.server_args.json_model_override_args or "{}")
     model = scheduler.model_config
     config = CONFIGS.get((model.model_path, model.revision))
@@ -188,8 +188,8 @@ def _config_text(files: ConfigFiles) -> dict[str, Any] | str | None:
 
 
 def prepares(original: Callable[..., Any], loader: Any, *args: Any, **options: Any) -> Any:
-    """SGLang's loader finds or downloads the files of a checkpoint, and reads them next. They are opened here,
-    so that peers are told what was loaded, even if the names later lead to other files."""
+    """SGLang's loader finds or downloads the files of a checkpoint, and reads them next. They are opened here, so that
+    their fingerprint is that of the loaded files, even if the names later lead to other files."""
     prepared = original(loader, *args, **options)
     try:
         arguments = inspect.signature(original).bind(loader, *args, **options).arguments
@@ -231,7 +231,8 @@ def _loads_next(runner: Any) -> None:
 
 
 def _from_files(server_args: Any, *load_formats: str) -> bool:
-    """Whether SGLang loads weights from the files in the model's folder, and has loaded them when it says so."""
+    """Whether SGLang loads weights from the files in the model's folder, and reads them before it reports the load's
+    end."""
     if getattr(server_args, "startup_weight_load_mode", "serial") != "serial":
         logger.info(
             "--startup-weight-load-mode %s: files are read after the load, so they do not describe the weights",
@@ -247,7 +248,8 @@ def loaded_files(scheduler: Any) -> CheckpointFiles | None:
 
 
 def checkpoint_files(runner: Any) -> CheckpointFiles | None:
-    """The same of one of SGLang's model runners. The model has one, and a draft model has one."""
+    """The files that one of SGLang's model runners has loaded last. The model has a runner, and so has a draft
+    model."""
     load_format = str(getattr(runner, "draft_load_format", None) or runner.server_args.load_format)
     used = runner.load_config.load_format  # a weight cache has its own
     if not _from_files(runner.server_args, load_format, str(getattr(used, "value", used))):

@@ -4,7 +4,7 @@
 Arrival    `arrived` (hook): chunks of a prompt are looked up, read and verified (`pool_prompts.py`, `pool_chunks.py`)
 Scheduling `scheduling` (hook): the ranks agree how many chunks all of them hold; `lookup` names these lengths
 Load       `load` takes the chunks, `start_layer_wise_loading` copies them layer by layer while the first layers compute
-Save       `inserting` (hook) tells whose KV enters the cache; `offload` has new chunks copied (`pool_thread.py`)
+Save `inserting` (hook) notes whose KV enters the cache; `offload` has new chunks copied (`pool_thread.py`)
 
 SGLang aborts requests whose load fails once it has started. So everything that can fail happens before: from
 `start_layer_wise_loading` on bytes are copied from this rank's memory into its pages, nothing else.
@@ -56,7 +56,7 @@ class _Offload:
 
     Attributes:
         jobs: names of saves and comparisons under way.
-        stored: what SGLang is told in the end: it need not offer this node again.
+        stored: the final report to SGLang: whether it need not offer this node again.
     """
 
     jobs: set[str] = field(default_factory=set)
@@ -153,7 +153,8 @@ class PoolLinker(UnifiedCacheLinker):
 
     @contextmanager
     def scheduling(self, scheduler: Any) -> Iterator[None]:
-        """Within, SGLang makes a batch of requests that wait. Requests that wait for chunks are not among them."""
+        """A context in which SGLang makes a batch of waiting requests. Requests that still wait for chunks are hidden
+        from it."""
         rank = self._rank
         if rank is None or not rank.prompts:
             yield
@@ -174,7 +175,7 @@ class PoolLinker(UnifiedCacheLinker):
                 scheduler.waiting_queue = left
 
     def idle(self) -> None:
-        """SGLang has nothing to compute, and would ask again without pause."""
+        """Pause, because SGLang has nothing to compute and would call again without pause."""
         rank = self._rank
         if rank is None:
             return
@@ -191,7 +192,7 @@ class PoolLinker(UnifiedCacheLinker):
         self._rank.stepped(int(batch.extend_num_tokens or 0) if extends else 0)
 
     def matching(self, key: Any, req: Any, result: Any) -> None:
-        """SGLang looks for a request's prefix, and calls `lookup` next if it wants more than it has."""
+        """SGLang looks for a request's prefix in its cache, and calls `lookup` next for the tokens that it lacks."""
         prompt = self._rank.prompts.get(req.rid) if self._rank else None
         if prompt is None:
             return
@@ -204,7 +205,7 @@ class PoolLinker(UnifiedCacheLinker):
 
     @contextmanager
     def inserting(self, req: Any) -> Iterator[None]:
-        """Within, SGLang puts a request's KV into its cache, and offloads its nodes."""
+        """A context in which SGLang puts a request's KV into its cache, and offloads its nodes."""
         self._inserting = req
         try:
             yield
@@ -255,7 +256,7 @@ class PoolLinker(UnifiedCacheLinker):
         return lengths
 
     def _usable(self, prompt: PoolPrompt) -> bool:
-        """Whether chunks of this prompt can be loaded behind what is in the cache."""
+        """Whether this prompt's chunks can be loaded that follow its prefix in the radix cache."""
         assert self._rank is not None
         model = self._rank.model
         return bool(
@@ -285,7 +286,8 @@ class PoolLinker(UnifiedCacheLinker):
         return True
 
     def _planned(self, prompt: PoolPrompt, slots: torch.Tensor) -> _Load | None:
-        """What is copied where. None if SGLang wants what was not named."""
+        """The plan which chunks are copied into which slots; None if SGLang requests a length that `lookup` did not
+        name."""
         assert self._rank is not None
         first, stop = prompt.matched, prompt.matched + len(slots)
         last = stop // CHUNK_TOKENS
@@ -381,7 +383,7 @@ class PoolLinker(UnifiedCacheLinker):
 
         Args:
             before: tokens before the node.
-            slots: of all tokens up to the node's end.
+            slots: slots of all tokens up to the node's end.
         """
         rank, req = self._rank, self._inserting
         assert rank is not None
@@ -432,7 +434,7 @@ class PoolLinker(UnifiedCacheLinker):
         return jobs
 
     def _name(self, offload: _Offload, jobs: int) -> str | None:
-        """A name for a job that no other has; None if too many are under way."""
+        """A unique name for a job; None if too many jobs are under way."""
         with self._lock:
             if len(self._jobs) >= MOST_SAVES:
                 return None
@@ -485,7 +487,7 @@ class PoolLinker(UnifiedCacheLinker):
             self._rank.close()
 
     def _fence(self) -> Any:
-        """A point after which the pages that were computed so far are written; None on a CPU."""
+        """An event on the device, after the work that writes the pages computed so far; None on a CPU."""
         stream = self.forward_stream
         if not isinstance(stream, torch.cuda.Stream):
             return self._rank.loads.fence() if self._rank else None

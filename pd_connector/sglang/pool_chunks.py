@@ -39,7 +39,7 @@ class Ready(NamedTuple):
     """A verified chunk in the order of the rank's pages.
 
     Attributes:
-        pieces: what is copied, with numbers of pages that are none.
+        pieces: the copies to make, with placeholders instead of page ids.
         payloads: the bytes of each piece.
     """
 
@@ -53,12 +53,12 @@ class HeldChunk:
     """A chunk that is read, or was read.
 
     Attributes:
-        hit: where it was when its request came.
+        hit: its place in the store when its request came.
         users: requests that hold it.
         ready: the chunk; None while it is read, and if it cannot be used.
         problem: why it cannot be used.
-        done: whether it was read, or cannot be.
-        done_s: since when, on the steady clock.
+        done: whether reading has ended, also with a problem.
+        done_s: when reading ended, on the steady clock.
     """
 
     chunk: PromptChunk

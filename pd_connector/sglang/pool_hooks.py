@@ -21,7 +21,7 @@ def _of(scheduler: Any) -> Any:
 
 
 def resolved(original: Callable[..., Any], server_args: Any, *args: Any, **options: Any) -> Any:
-    """SGLang works out its arguments: the config key `pool` stands for those of the linker."""
+    """SGLang resolves its arguments: if the config has `pool`, set the arguments of the linker."""
     if uses_pool():
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -59,7 +59,7 @@ def schedules(original: Callable[..., Any], scheduler: Any, *args: Any, **option
 
 
 def decodes(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
-    """A decode engine looks at its queues. SGLang looks for ended offloads there with HiCache alone."""
+    """A decode engine handles its queues: check for ended offloads, too. SGLang itself does so only with HiCache."""
     if (
         _of(scheduler) is not None and scheduler.tree_cache.linker.pending_offloads
     ):  # as on all ranks

@@ -38,7 +38,7 @@ STALL_S = 5.0
 
 
 class Apart(NamedTuple):
-    """What keeps a request's chunks apart from those of others with the same tokens.
+    """The parts of a chunk's key that differ between requests with the same tokens.
 
     Attributes:
         salt: from `salt_of`.
@@ -79,7 +79,8 @@ def chunks_of(
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None, lora_id: str | None = None) -> str:
-    """The salt of a request's chunks. With a cache salt alone, it is that of vLLM's requests.
+    """The salt of a request's chunks. If the request has only a cache salt, vLLM computes the same salt, so both
+    engines share chunks.
 
     Args:
         lora_id: SGLang's id of the request's adapter, which it appends to the key. It differs from process to process.
@@ -96,14 +97,15 @@ class PoolPrompt:
     """One request's chunks.
 
     Attributes:
-        model: `keys.model_root` of the weights that would use them; empty if they are not known.
-        tokens: that may be loaded, from the prompt's beginning.
+        model: `keys.model_root` of the weights that would use the chunks; empty if not known.
+        tokens: the prompt's tokens from its beginning, as far as they may be loaded.
         first: number of the first chunk that is not in the radix cache.
-        hits: chunks from `first` on that the pool has and that pay, as far as there is room.
-        held: these.
-        looked: the look-up has ended.
-        settled: chunks from the prompt's beginning that all ranks hold, or have in their caches; None: it waits.
-        matched: tokens in the radix cache when SGLang looked last.
+        hits: chunks from `first` on that the pool has and that are worth loading, as far as there is room.
+        held: the same chunks in this rank's memory.
+        looked: whether the look-up has ended.
+        settled: number of chunks, from the prompt's beginning, that all ranks hold or have in their caches; None: the
+            prompt waits.
+        matched: number of tokens in the radix cache at SGLang's last look-up.
     """
 
     rid: str
@@ -129,8 +131,8 @@ class PoolPrompts:
 
     Args:
         reads: whether chunks are used at all.
-        codecs: in which KV may have passed that is used here.
-        counts: whether this rank counts for its engine.
+        codecs: this engine uses only KV that has passed in these codecs.
+        counts: whether this rank counts metrics for its engine.
     """
 
     def __init__(
@@ -182,9 +184,10 @@ class PoolPrompts:
         """A request has come: look its chunks up, and read them.
 
         Args:
-            tokens: that may be loaded.
-            computed: of these, tokens in the radix cache.
-            model: empty: the weights are not known, so nothing is read. The other ranks may know them.
+            tokens: the prompt's tokens that may be loaded.
+            computed: number of these tokens that are in the radix cache.
+            model: `keys.model_root` of the weights; empty: not known, so nothing is read. The other ranks may know
+                them.
         """
         self.release(rid)
         first = computed // CHUNK_TOKENS
@@ -270,11 +273,11 @@ class PoolPrompts:
         rids: Sequence[str],
         agree: Callable[[list[tuple[int, int]]], list[tuple[int, int]]],
     ) -> set[str]:
-        """Let the ranks agree on prompts that wait. Returns the requests that wait on.
+        """Let the ranks agree on prompts that wait. Returns the requests that still wait.
 
         Args:
             rids: requests that can be scheduled, the same on all ranks.
-            agree: the smallest numbers of all ranks, place by place.
+            agree: returns, for a list of numbers, the smallest of all ranks at each index.
         """
         waiting = [p for rid in rids if (p := self._prompts.get(rid)) and p.settled is None]
         if not waiting:
@@ -287,7 +290,8 @@ class PoolPrompts:
         return {prompt.rid for prompt in waiting if prompt.settled is None}
 
     def _own(self, prompt: PoolPrompt, now: float) -> tuple[int, int]:
-        """What this rank says of a prompt. It says something in any case: the other ranks wait for it."""
+        """This rank's numbers for a prompt: whether it is ready, and how many chunks it can use. It never raises,
+        because the other ranks wait for the numbers."""
         try:
             return int(self._ready(prompt, now)), self._usable_chunks(prompt)
         except Exception:
@@ -323,8 +327,8 @@ class PoolPrompts:
         return True
 
     def _usable_chunks(self, prompt: PoolPrompt) -> int:
-        """Chunks from a prompt's beginning that this rank holds, or has in its cache. Those of writers that must be compared
-        first do not count."""
+        """Number of chunks, from a prompt's beginning, that this rank holds or has in its cache. It ends before a chunk
+        whose writer must be compared first."""
         number = prompt.first
         for held in prompt.held:
             if held.ready is None:
@@ -355,7 +359,8 @@ class PoolPrompts:
             self.held.release(held)
 
     def _explain(self, prompt: PoolPrompt, chunks: int, now: float) -> None:
-        """Count why the first chunk that is not used is not, and have its writer compared if nobody has."""
+        """Count the reason why the first unused chunk is not used, and have its writer compared if that is the
+        reason."""
         place = chunks - prompt.first
         if place >= len(prompt.held):
             return
@@ -394,8 +399,8 @@ class PoolPrompts:
             self.release(rid)
 
     def forget(self) -> None:
-        """The weights have changed: nothing that is held can be used. The prompts stay, as on the other ranks, which may
-        learn of it later."""
+        """The weights have changed: no held chunk can be used. The prompts stay, because the other ranks may learn of
+        the change later, and all ranks must have the same prompts."""
         self.audit = {}
         for prompt in self._prompts.values():
             prompt.model = b""

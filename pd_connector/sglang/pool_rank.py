@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of SGLang needs to use the pool: its cache, its weights, the store, and what requests ask for."""
+"""A rank of SGLang that uses the pool: its cache, its weights, the store, and the pool parameters of its requests."""
 
 import logging
 import os
@@ -68,12 +68,12 @@ class RankCache(NamedTuple):
 
     Attributes:
         caches: the rank's pages, twice: for the thread that copies chunks into them, and for the one that copies out of them.
-        engine_id: of its engine.
-        ranks: of its engine.
-        leads: whether it counts for its engine.
-        experts: the model is a mixture of experts.
+        engine_id: its engine's id.
+        ranks: number of its engine's ranks.
+        leads: whether this rank counts metrics for its engine.
+        experts: whether the model is a mixture of experts.
         advertised_as: the engine's id as its API server knows it; empty: `engine_id`.
-        consumes: prefill engines compute its prompts, and load from the pool. It only saves.
+        consumes: whether prefill engines compute its prompts, and load from the pool. This engine then only saves.
     """
 
     caches: tuple[PagedCache, PagedCache]
@@ -90,18 +90,18 @@ class PoolRank:
 
     Attributes:
         loads: the rank's cache, for the thread that copies chunks into pages.
-        prompts: that wait for chunks.
+        prompts: the prompts that wait for chunks.
         thread: copies chunks out of pages.
         facts: the model, as far as it is known.
         watch: watches the weights.
 
     Args:
         facts: the model when the engine starts.
-        watch: makes what watches the weights, which is given what to tell changes to.
-        ended: told of the end of each save and comparison.
-        metrics: makes what shows these counts; None for none.
-        telemetry: where to count, if something else shows it.
-        adapters: that the rank has loaded; None for none.
+        watch: makes the object that watches the weights; called with a function that takes changes.
+        ended: called at the end of each save and comparison.
+        metrics: makes the object that exports these counts; None: they are not exported here.
+        telemetry: the counts, if another object exports them.
+        adapters: the adapters that the rank has loaded; None for none.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class PoolRank:
 
         Args:
             pool: SGLang's pool of KV.
-            manager: of this rank's handoffs (`Manager`); None if the engine works alone.
+            manager: manager of this rank's handoffs (`Manager`); None if the engine works alone.
 
         Raises:
             PDConnectorError: the engine is set up for what the pool cannot keep.
@@ -242,7 +242,7 @@ class PoolRank:
         return self._root[1]
 
     def _submit(self, command: Command) -> None:
-        """The weights change, or are known now. A thread that reads them can call it."""
+        """Take a change or the fingerprint of the weights. Can be called by the thread that reads the weights."""
         if isinstance(command, ChangeModel | KnowWeights):
             self.thread.submit(command)
 
@@ -274,7 +274,7 @@ class PoolRank:
             self.telemetry.count("pool_far_hits", sum(hit.tier == FAR for hit in hits))
 
     def _advertise(self) -> None:
-        """Let the engine's API server know what a router wants to know, if it has changed."""
+        """Advertise the facts that routers need to the engine's API server, if they have changed."""
         if not self._leads:
             return
         about = AdvertisedEngine(
@@ -288,7 +288,7 @@ class PoolRank:
             self._store.advertise(about)
 
     def ask(self, req: Any) -> PoolAsk:
-        """What the client of a request wants of the pool. What cannot be followed is ignored, and logged once."""
+        """A request's pool parameters. Invalid parameters are ignored, and logged once."""
         ask: PoolAsk | None = getattr(req, _ASK, None)
         if ask is None:
             ask = self._read_ask(req)
@@ -312,7 +312,8 @@ class PoolRank:
         return ask
 
     def apart(self, req: Any) -> Apart | None:
-        """What keeps a request's chunks apart from others. None: its tokens and its adapter do not say what its KV is."""
+        """The parts of chunk keys that differ between requests with the same tokens. None: the request's KV also
+        depends on something else than its tokens and adapter."""
         if any(getattr(req, name, None) is not None for name in _BESIDE_TOKENS):
             return None
         salt = salt_of(req.cache_salt, req.extra_key, req.lora_id)
@@ -342,7 +343,7 @@ class PoolRank:
         return self.ask(req).tenant
 
     def over(self, req: Any) -> None:
-        """A request has ended: the chunks of its prompt are kept as long as its client wants."""
+        """A request has ended: pin the chunks of its prompt for the time that its client has chosen."""
         ask, model = self.ask(req), self.model
         if not ask.pin_s or not self._leads or not model or (apart := self.apart(req)) is None:
             return

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an SGLang engine uses the KV pool, and what it must not be combined with. The engine's start refuses it by name."""
+"""Decides whether an SGLang engine uses the KV pool, and checks that no option is set that cannot be combined with a
+pool. If one is set, the engine does not start, and the error names the option."""
 
 import os
 from collections.abc import Collection
@@ -70,8 +71,8 @@ _WANTED: dict[str, tuple[Any, ...]] = {
 
 
 def check_arguments(server_args: Any) -> None:
-    """Raises ConfigError if an argument cannot be combined with a pool, and names it. SGLang would say some of it later, of
-    arguments that nobody has typed."""
+    """Raises ConfigError if an argument cannot be combined with a pool, and names the argument. SGLang would report
+    some of these later, but name arguments that the operator has not typed."""
     for name, supported in _WANTED.items():
         value = getattr(server_args, name, supported[0])
         if value not in supported:

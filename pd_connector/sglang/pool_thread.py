@@ -37,7 +37,7 @@ class PoolThread:
     """Starts its thread when made. All methods may be called from any thread; `report` is called from this thread.
 
     Args:
-        cache: of the rank; this thread's alone.
+        cache: the rank's pages. Only this thread uses this object.
         facts: the model that the engine serves.
         parts: number of the engine's ranks.
         report: takes the end of each save and comparison.

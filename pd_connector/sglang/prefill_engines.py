@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where prefill engines are: from the address in a request to the ranks that have its KV.
 
-A request names its prefill engine by the host and port of SGLang's registry. That is a plain HTTP server; it tells
-the control port of one rank of each data-parallel replica. Any rank tells all ranks of its replica over its own,
-authenticated control channel: the registry is trusted only for where to ask. The address may also be a control port
-itself, which is how engines other than SGLang are reached.
+A request names its prefill engine by the host and port of SGLang's registry, a plain HTTP server. The registry returns
+the control port of one rank of each data-parallel replica. Any rank returns all ranks of its replica over its own,
+authenticated control channel: the registry is trusted only for that first address. The address may also be a control
+port itself, which is how engines other than SGLang are reached.
 
 Look-ups happen in threads of their own: the engine's thread never waits for a peer.
 """
@@ -37,8 +37,8 @@ MAX_REPLICAS = 256
 
 def look_up_often(queue: Any) -> None:
     """Have SGLang's queue of a decode engine ask every `_POLL_S` seconds, without limit, whether a look-up has ended.
-    By default it asks once a second and gives up after 15 times, so the first request to a prefill engine would wait
-    a second. A look-up ends by itself within `connect_timeout_s`."""
+    By default the queue asks once a second and gives up after 15 times, so the first request to a prefill engine would
+    wait a second. A look-up ends by itself within `connect_timeout_s`."""
     queue._ensure_retry_interval = _POLL_S
     queue._max_ensure_retries = sys.maxsize
 

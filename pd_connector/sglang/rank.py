@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the requests of one rank share: its agent and what the agent reports, SGLang's buffers, and the pages of its pool."""
+"""Objects that the requests of one rank share: its agent and the agent's reports, SGLang's buffers, and the pages of
+its pool."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ class PoolPages:
         size: tokens of a page.
         limit: the first number above those of the pool's pages.
         windows: whether there are layers with a sliding window. Their pages have numbers of their own.
-        slots: of the pool of recurrent states; 0: the model has none.
+        slots: number of slots of the pool of recurrent states; 0: the model has none.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class PoolPages:
     def tables(
         self, pages: Sequence[int], state: tuple[int, ...] = ()
     ) -> tuple[tuple[int, ...], ...]:
-        """A request's pages by page table. The pages of layers with a sliding window are found by the others; -1 if
-        SGLang has given a page back that the window has passed.
+        """A request's pages by page table. Pages of layers with a sliding window are translated from the other pages;
+        -1 for pages that SGLang has freed because the window has passed them.
 
         Args:
             state: its slot (`state_slot`), once its states are computed.
@@ -123,16 +124,16 @@ class Rank:
     """Used by the scheduler's thread.
 
     Attributes:
-        agent: of this rank.
+        agent: agent of this rank.
         admission: which requests enter SGLang's queues.
         outcomes: what the agent has reported of requests.
         buffers: SGLang's metadata buffers.
-        pages: of SGLang's pool.
+        pages: pages of SGLang's pool.
         produces: whether this is a prefill engine.
         offers_early: whether KV of a prompt is sent before all of it is computed (config key `overlap`).
         leads: whether this is the first of the ranks that have parts of the same requests.
         vocabulary: size of the model's vocabulary, the first number that is not a token.
-        drafted: tokens of a first draft, if the engine drafts (speculative decoding); 0: it does not.
+        drafted: number of tokens of a first draft; 0: the engine does not draft (no speculative decoding).
         draft_vocabulary: size of the draft model's vocabulary, if the engine drafts.
     """
 
@@ -165,7 +166,7 @@ class Rank:
         self._adapters = adapters
 
     def identity(self, req: Any, tokens: Sequence[int]) -> bytes:
-        """What the KV of these tokens of a request depends on.
+        """Fingerprint of everything that KV of these tokens of a request depends on.
 
         Raises:
             PDConnectorError: its adapter cannot be identified by its content.
@@ -174,7 +175,7 @@ class Rank:
 
     @staticmethod
     def request_name(rid: str, room: int) -> str:
-        """What the agent calls a request: SGLang's own ids may come twice."""
+        """The agent's name for a request. It is not SGLang's own id, because that may come twice."""
         return f"{room}/{rid}"
 
     def refused(self, req: Any) -> None:

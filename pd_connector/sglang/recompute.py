@@ -5,8 +5,8 @@ SGLang's decode engine computes no prompt. If KV of a prompt has not come, the p
 as a router would send it, for a new transfer. Its radix cache usually has the prompt, so this is cheap. All of it
 happens in threads: the engine's thread never waits.
 
-The registry of an SGLang prefill engine names its HTTP server. A vLLM engine's is named by the router, in the request
-(`protocol/wire/prefill_server.py`).
+The registry of an SGLang prefill engine names its HTTP server. For a vLLM engine, the router names the HTTP server in
+the request (`protocol/wire/prefill_server.py`).
 """
 
 import http
@@ -139,7 +139,7 @@ class SecondPrefills:
         """Have the prompt of this body for SGLang's `/generate` computed.
 
         Args:
-            server: of a vLLM engine; None: it is SGLang's, and its registry names it.
+            server: server of a vLLM engine; None: it is SGLang's, and its registry names it.
         """
         answer = self._threads.submit(self._ask, address, body, server)
         return SecondPrefill(body["bootstrap_room"], answer)

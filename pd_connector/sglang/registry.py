@@ -62,7 +62,7 @@ def register(kv_args: Any, host: str, port: int) -> None:
     Args:
         kv_args: SGLang's `KVArgs` of this rank.
         host: at which peers reach this rank's agent.
-        port: of the agent's control channel.
+        port: port of the agent's control channel.
     """
     row = json.dumps(_row(kv_args, host, port)).encode()
     args = (*_registry(), row)

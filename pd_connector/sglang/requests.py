@@ -33,8 +33,8 @@ def room_after_retraction(req: Any) -> int:
 
 
 def fingerprint(req: Any, tokens: Sequence[int], adapter: str) -> bytes:
-    """What the KV of these tokens of a request depends on. SGLang's `extra_key` does the same for its own radix
-    cache, but with ids that only this process knows.
+    """Fingerprint of everything that KV of these tokens of a request depends on. SGLang's `extra_key` does the same for
+    its radix cache, but with ids that only this process knows.
 
     Args:
         adapter: name and content of its adapter; empty for none.

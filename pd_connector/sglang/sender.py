@@ -78,8 +78,8 @@ class Sender(BaseKVSender):
 
         Args:
             kv_indices: the pages that hold the next `num_kv_tokens` tokens.
-            state_indices: given only with the last chunk of the prompt: of each kind of state (`KVArgs.state_types`)
-                where it lies.
+            state_indices: the place of each kind of state (`KVArgs.state_types`); given only with the last chunk of the
+                prompt.
         """
         assert num_kv_tokens is not None
         final = state_indices is not None
@@ -98,7 +98,7 @@ class Sender(BaseKVSender):
 
     @contained
     def announce(self) -> None:
-        """A step begins that computes more of the prompt: its KV will come."""
+        """Announce that this step computes more of the prompt, so more KV will come."""
         if self._failure is None and self._request and not self._announced:
             self._offer(final=False, fence=None)
 
@@ -164,8 +164,8 @@ class Sender(BaseKVSender):
         self._rank.outcomes.forget(self._request)
 
     def _offer(self, *, final: bool, fence: Any) -> None:
-        """Tell the agent which pages there are. Everything that SGLang has sent is computed. What a step has computed
-        since counts only once SGLang sends it."""
+        """Offer the request's pages to the agent. All tokens that SGLang has sent are computed. Later tokens of a
+        running step count only once SGLang sends them."""
         self._announced = True
         offer = Offer(
             self._transfer,

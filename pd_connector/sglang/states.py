@@ -20,13 +20,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Part(NamedTuple):
-    """A run of a convolution's channels that ranks share by itself.
+    """Consecutive channels of a convolution that are divided among ranks independently of the others.
 
     Attributes:
-        name: of the section.
-        units: that this rank holds.
+        name: the section's name.
+        units: number of units that this rank holds.
         dim: channels of a unit.
-        total: units of the whole model, if they are not `units` times the number of ranks.
+        total: units of the whole model, if not `units` times the number of ranks.
     """
 
     name: str
@@ -39,8 +39,8 @@ Parts = tuple[Part, ...]
 
 
 def state_parts(model: torch.nn.Module) -> Parts:
-    """What a convolution of this model consists of, in the order of its channels, as the model's layers say it. Empty if
-    it has no layers of a kind that is known.
+    """The parts of a convolution of this model, in the order of its channels, read from the model's layers. Empty if
+    the model has no recurrent layers of a known kind.
 
     Raises:
         UnsupportedGeometryError: its recurrent layers are not alike.
@@ -65,7 +65,7 @@ def describe_states(
 
     Args:
         pool: SGLang's `MambaPool`.
-        parts: of its convolutions (`state_parts`).
+        parts: parts of its convolutions (`state_parts`).
         table: the page table that lists a request's slot.
         attends: layers that have KV.
 

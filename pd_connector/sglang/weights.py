@@ -3,7 +3,7 @@
 
 SGLang flushes its cache when it has new weights, unless the call forbids it, or requests run. Until the flush its cache
 holds KV of the old weights, and the new weights are not advertised. Once a minute, and after a flush, samples of the
-parameters in memory are compared with those before.
+parameters in memory are compared with the previous samples.
 """
 
 import time
@@ -27,10 +27,10 @@ class SGLangWeights(WeightsWatch):
 
     Args:
         scheduler: SGLang's, whose model is loaded.
-        waits: the engine waits until its weights are known. SGLang's decode engine computes no prompt, so that requests
-            would fail meanwhile. Other engines compute.
+        waits: whether the engine waits at its start until its weights are known. SGLang's decode engine computes no
+            prompt, so its requests would fail meanwhile. Other engines compute.
         draft: its draft model, if that is loaded from files.
-        drafts: looks for the files that the draft model was loaded from last, as `draft_model` does.
+        drafts: returns the files that the draft model was loaded from last (as `draft_model`).
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class SGLangWeights(WeightsWatch):
 
     @property
     def withdrawn(self) -> bool:
-        """Whether the weights change now, or have changed while SGLang's cache still holds KV of those before."""
+        """Whether the weights change now, or have changed while SGLang's cache still holds KV of the previous
+        weights."""
         return self._advertised.withdrawn
 
     @property
@@ -72,7 +73,7 @@ class SGLangWeights(WeightsWatch):
         return self._advertised.facts_now()
 
     def tell_to(self, submit: Callable[[Command], None]) -> None:
-        """Another agent has taken the place of the one before, and knows `facts`."""
+        """Submit to a new agent, which replaces the previous one and started with `facts`."""
         self._advertised.tell_to(submit)
 
     def change(self, **facts: bool) -> AbstractContextManager[None]:
@@ -85,16 +86,16 @@ class SGLangWeights(WeightsWatch):
         self._stale = True
 
     def failed(self) -> None:
-        """SGLang says that the last change has failed: it may have loaded a part of what it was to load."""
+        """SGLang reports that the last change has failed. It may have loaded a part of the weights."""
         self._whole = False
 
     def flushed(self, *, done: bool) -> None:
-        """SGLang has flushed its cache, or could not: the next step looks."""
+        """SGLang has flushed its cache, or has failed to: the next step checks which."""
         self._stale &= not done
         self._next_compare = 0.0
 
     def step(self) -> None:
-        """A step begins: tell the agent if it computes with other weights than those before."""
+        """A step begins: report to the agent if it computes with other weights than the previous step."""
         if not self._waits and self._advertised.unreadable:
             self.tell_memory()
         flushed = self._next_compare == 0.0

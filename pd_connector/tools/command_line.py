@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all our commands share: errors in two lines, "did you mean", `--version`, and commands that are imported late.
+"""Common parts of all our commands: errors in two lines, "did you mean", `--version`, and commands that are imported
+late.
 
 Newer typer has its own click, older typer uses the installed one. So click's types are not named here.
 """
@@ -31,9 +32,9 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status. An error of use takes two lines on standard error.
 
     Args:
-        app: typer's, or a command made of one.
-        name: what the user typed for it.
-        arguments: without the name; None: those of this process.
+        app: a typer application, or a command made from one.
+        name: the name that the user typed.
+        arguments: the arguments without the name; None: this process's arguments.
     """
     given = None if arguments is None else list(arguments)
     try:
@@ -55,7 +56,7 @@ def not_known(kind: str, name: str, names: Iterable[str]) -> str:
 
 
 def _refused(error: Any, name: str) -> int:
-    """Print what is wrong, and where to read more. Returns the exit status."""
+    """Print an error, and where to read more. Returns the exit status."""
     path = error.ctx.command_path if getattr(error, "ctx", None) else name
     if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help
         return WRONG_USE

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models hand over, with which engine, and why others do not: one table, for `pd-connector doctor MODEL` and
-docs/models.md. What decides is the cache that a model keeps, and that its engine tells when it starts."""
+"""Table of models: which models hand over with which engine, and why others do not; for `pd-connector doctor MODEL` and
+docs/models.md. Whether a model hands over depends on its caches, which the engine reports when it starts."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -19,10 +19,10 @@ class Standing(StrEnum):
 
 
 class Support(NamedTuple):
-    """What one engine's door does with a model.
+    """How one engine's door supports a model.
 
     Attributes:
-        standing: whether it passes.
+        standing: whether KV of the model passes.
         why: the reason, or a limit.
         remedy: what to do; empty if there is nothing to do.
     """
@@ -36,9 +36,9 @@ class Model(NamedTuple):
     """Models whose caches are alike.
 
     Attributes:
-        names: as people call them.
-        architectures: as `config.json` names them.
-        cache: what they keep.
+        names: their usual names.
+        architectures: their names in `config.json`.
+        cache: the caches that they have.
     """
 
     names: str

@@ -47,7 +47,7 @@ class WireCache:
     Args:
         role: `producer` or `consumer`. The producer's cache holds normal random values, the consumer's holds
             zeros. Each has its prompt's pages in its own random order.
-        tokens: of the prompt, a multiple of 16; the cache holds nothing else.
+        tokens: number of tokens of the prompt, a multiple of 16; the cache holds nothing else.
     """
 
     def __init__(self, role: str, tokens: int) -> None:

@@ -27,13 +27,13 @@ Link = Hashable
 
 
 class TransportParts(NamedTuple):
-    """What a transport is made of.
+    """The objects that a transport gets when it is made.
 
     Attributes:
-        context: of all ZeroMQ sockets of this agent.
+        context: the ZeroMQ context of all sockets of this agent.
         config: the engine's settings; `config.permits` says which hosts may be bound and dialled.
-        keys: of the control channel; None without a key.
-        buffers: the slabs that chunks are gathered into and land in, and what is pinned of them.
+        keys: keys of the control channel; None without a key.
+        buffers: the slabs that chunks are gathered into and land in, and their pins.
     """
 
     context: Context
@@ -54,8 +54,8 @@ class Landed(NamedTuple):
     """One write by a peer has landed completely, or one read from a peer has ended.
 
     Attributes:
-        header: as given to `write` or `read`.
-        slot: the landing slot that was named there.
+        header: the header that was given to `write` or `read`.
+        slot: the landing slot that was given with it.
         payload: the bytes. Those of a write may lie in the landing slot; they are valid until that slot is
             granted again. Or they lie in memory of the transport; they are valid until the next `poll`.
             Those of a read may lie in the producer's send slot; they are valid until the producer is
@@ -119,7 +119,7 @@ class Transport(abc.ABC):
 
     @classmethod
     def make(cls, parts: TransportParts) -> Self:
-        """Make one for this rank. Raises TransportError where it cannot work on this machine."""
+        """Make this transport for a rank. Raises TransportError if it cannot work on this machine."""
         return cls()
 
     @abc.abstractmethod
@@ -151,15 +151,15 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def dismiss(self, source: Hashable) -> None:
-        """Undo `expect`: take nothing from that producer any more. Reads from it that are under way are not
-        reported, and write into their landing slots no more."""
+        """Undo `expect`: take nothing from that producer any more. Its reads under way are not reported, and no longer
+        write into their landing slots."""
 
     @abc.abstractmethod
     def write(self, link: Link, header: bytes, payload: Any, slot: int) -> int:
         """Start to write `payload` into the consumer's landing slot; returns a token.
 
-        It is a `memoryview`, or `DeviceBytes` of one of `device_slots(link)`, and holds the chunk
-        already: no stream of a device still writes it.
+        `payload` is a `memoryview`, or `DeviceBytes` of one of `device_slots(link)`. It already holds the chunk: no
+        stream of a device still writes it.
 
         `payload` must stay unchanged until the `Written` with this token is polled. Header and
         payload arrive together, once, or not at all. Unless the transport `copies`, a write is `ok`
@@ -171,8 +171,8 @@ class Transport(abc.ABC):
     def prepare(
         self, link: Link, header: bytes, pieces: Pieces, slot: int, into: memoryview
     ) -> Callable[[], int] | None:
-        """Read a payload that lies in pieces, and seal it into `into`, before the call returns. It will be
-        `verified` where it lands.
+        """Seal a payload that lies in pieces into `into`, before the call returns. The chunk is `verified` when it
+        lands.
 
         Returns:
             A function that starts the write (see `write`) and returns its token. Call it at once, or never.
@@ -195,14 +195,14 @@ class Transport(abc.ABC):
         raise TransportError(f"{self.name} transport: a producer cannot be read from")
 
     def direct(self, source: Hashable) -> bool:
-        """Whether `pull` can read memory of this producer other than its slab, as its pages."""
+        """Whether `pull` can read this producer's pages, which are outside its slab."""
         return False
 
     def pull(self, source: Hashable, theirs: Pieces, ours: Pieces) -> bytes:
         """Copy memory of the producer into memory of this process, before the call returns.
 
         Returns:
-            The checksum of what lies in `ours` then (`Pieces.checksum`).
+            The checksum of `ours` after the copy (`Pieces.checksum`).
 
         Raises:
             TransportError: not all of it could be copied.
@@ -210,16 +210,17 @@ class Transport(abc.ABC):
         raise TransportError(f"{self.name} transport: a producer's memory cannot be read")
 
     def silenced(self, source: Hashable, *, waits: bool = False) -> bool:
-        """Whether this producer certainly writes no more, although it has sent no notice.
+        """Whether this producer can certainly not write any more, although it has not confirmed that.
 
         Args:
-            waits: its session broke just now, and the answer may take a moment (50 ms): its process may be about to end.
+            waits: whether the call may wait (50 ms), because the session broke just now and the producer's process may
+                be ending.
         """
         return not self.one_sided
 
     @abc.abstractmethod
     def poll(self) -> tuple[list[Written], list[Landed]]:
-        """Make progress and take what has ended since the last call. Never waits."""
+        """Make progress, and return the writes and reads that have ended since the last call. Never waits."""
 
     @property
     @abc.abstractmethod

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which transports an engine offers where its config says `transports: auto`, and why not a faster
-one.
+"""Chooses the transports that an engine offers with `transports: auto`, and explains why a faster
+one is missing.
 
 Each side offers what it can use; a producer takes the first of its own that the consumer offers and
 that reaches it. So `nixl` is taken only where both sides offer it.
@@ -18,10 +18,10 @@ FASTEST_BETWEEN_MACHINES = "nixl"
 
 
 class Machine(NamedTuple):
-    """What of this machine decides.
+    """The properties of this machine that decide.
 
     Attributes:
-        devices: what moves memory between machines without the processors, such as `mlx5_0`.
+        devices: devices that move memory between machines without the processors, such as `mlx5_0`.
         has_nixl: whether NIXL is installed.
     """
 
@@ -34,10 +34,10 @@ class Choice(NamedTuple):
 
     Attributes:
         names: best first.
-        automatic: whether the config left the choice to us.
+        automatic: whether the config has `transports: auto`.
         without: why `nixl` is not among them: `device`, `library`, `insecure_data` or `setup`; empty
             where it is, or where the operator has named the transports.
-        advice: the same as a sentence, with what to do about it.
+        advice: the reason as a sentence, with advice.
     """
 
     names: tuple[str, ...]
@@ -56,8 +56,8 @@ class Choice(NamedTuple):
         return Choice(names, True, "setup", f"not {FASTEST_BETWEEN_MACHINES}: {problem}")
 
     def why_slower(self, taken: str) -> str:
-        """Why a session that took this transport has no faster one between machines; empty where
-        nothing is faster, or the operator has chosen."""
+        """Why a session with this transport has no faster transport between machines; empty if none
+        is faster, or the operator has chosen."""
         if not self.automatic or taken in ("shm", FASTEST_BETWEEN_MACHINES):
             return ""
         return self.without or "peer"

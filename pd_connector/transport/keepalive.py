@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP keepalive: the system finds out that the other end of a connection is gone."""
+"""TCP keepalive: the kernel detects that the other end of a connection is gone."""
 
 import contextlib
 import errno
@@ -48,8 +48,8 @@ def keep_accepted_alive(ports: Collection[int]) -> None:
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket, int]]:
-    """Descriptors of this process' TCP sockets, a duplicate of each that is open until the next is
-    taken, and their ports."""
+    """Yield the descriptor of each TCP socket of this process, a duplicate that stays open until
+    the next is taken, and the port."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

@@ -2,8 +2,8 @@
 """Finds the transports that a config names, and makes them.
 
 Other packages add transports by entry points of the group `pd_connector.transports`: the name is what users write into
-the config key `transports` (and `Transport.name`), the object a subclass of `Transport`. What the agent must know of a
-transport before it exists is said by attributes of its class.
+the config key `transports` (and `Transport.name`), the object a subclass of `Transport`. Class attributes hold the
+facts that the agent needs before the transport is made.
 """
 
 import contextlib

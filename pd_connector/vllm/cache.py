@@ -182,8 +182,8 @@ def _describe(layer: _Layer, vllm_config: "VllmConfig") -> tuple[Group, LayerPag
 
 
 def _interleave(spec: "AttentionSpec", vllm_config: "VllmConfig") -> int:
-    """Tokens in a row that a context-parallel rank holds; 0: every rank holds all tokens, as those of a draft model do
-    that runs without context parallelism."""
+    """Number of consecutive tokens that a context-parallel rank holds (vLLM's interleave size). 0: every rank holds all
+    tokens, for example of a draft model that runs without context parallelism."""
     cp_size, _ = context_parallel(vllm_config)
     if cp_size == 1 or not spec.dcp_sharded:
         return 0
@@ -191,13 +191,14 @@ def _interleave(spec: "AttentionSpec", vllm_config: "VllmConfig") -> int:
 
 
 def _packs_heads(spec: "AttentionSpec") -> bool:
-    """Whether what a page has as heads are not the KV heads. B12X keeps K of all heads as one, and V as another."""
+    """Whether the heads axis of a page does not count KV heads. B12X packs K of all heads into one slot, and V into
+    another."""
     return getattr(spec, "num_head_slots", None) is not None
 
 
 def _heads(layer: _Layer, kind: Kind, vllm_config: "VllmConfig") -> int:
-    """Heads of a layer in the whole model. Heads that are packed pass between ranks of one number only, so each rank
-    counts as if it had its own."""
+    """Number of KV heads of a layer in the whole model. Packed heads pass only between engines with equally many ranks,
+    so each rank counts as if its heads were its own."""
     if kind == "latent":
         return 1
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -251,7 +252,7 @@ def _is_fnuz() -> bool:
 
 
 def _scaled_by_head(layer: _Layer, vllm_config: "VllmConfig") -> bool:
-    """Whether each head has its own scale (llm-compressor's `attn_head`). vLLM tells only the largest of them."""
+    """Whether each head has its own scale (llm-compressor's `attn_head`). vLLM reports only the largest scale."""
     module = vllm_config.compilation_config.static_forward_context.get(layer.name)
     scales = (getattr(module, name, None) for name in ("_k_scale", "_v_scale"))
     return any(scale is not None and scale.numel() > 1 for scale in scales)

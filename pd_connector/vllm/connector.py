@@ -197,7 +197,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         return self._scheduler.pool.take_events() if self._scheduler.pool else ()
 
     def has_pending_block_frees(self) -> bool:
-        """Called where there is no room: whether pages of ended requests come free soon."""
+        """Called when vLLM has no free pages. Returns whether pages of ended requests come free soon."""
         assert self._scheduler is not None
         return self._scheduler.saving
 
@@ -212,8 +212,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
         self._worker.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """Called by 0.33 and later before the engine sleeps, when no transfer is under way but those of requests that
-        were paused with their pages (`mode=keep`)."""
+        """Called by 0.33 and later before the engine sleeps. Transfers have ended by then, except those of requests
+        that were paused with their pages (`mode=keep`)."""
         assert self._worker is not None
         self._worker.sleep()
 
@@ -327,8 +327,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA, Operated):
             self._scheduler.close()
 
     def reset_cache(self) -> bool:
-        """Called by `/reset_prefix_cache?reset_external=true`, and when vLLM pauses, for new weights mostly. Only the pool
-        keeps KV between requests: this engine uses none of it any more."""
+        """Called by `/reset_prefix_cache?reset_external=true`, and when vLLM pauses, mostly for new weights. From then
+        on this engine uses none of the pool's present KV. No other part keeps KV between requests."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes PDConnector known to Dynamo's vLLM workers.
 
-Dynamo looks up the connector's name for each prefill, in a table of how connectors are asked (`KV_CONNECTOR_PROTOCOLS`).
-A name that is not there fails the request. PDConnector is asked as NixlConnector is, so it gets the same entry.
-Dynamo has a `PdConnector` of its own, which differs in case only: it joins other connectors, as vLLM's MultiConnector
-does.
+For each prefill, Dynamo looks up the connector's name in a table of request formats (`KV_CONNECTOR_PROTOCOLS`). A name
+that is not in the table fails the request. PDConnector takes the same request fields as NixlConnector, so it gets the
+same entry. Dynamo has a `PdConnector` of its own, which differs in case only: it joins other connectors, as vLLM's
+MultiConnector does.
 
 Dynamo's workers have a `/metrics` of their own, which passes on an engine's metrics by their prefix. Ours is added.
 """
@@ -65,7 +65,8 @@ def _join_table() -> None:
 
 
 def _join_metrics() -> None:
-    """Have Dynamo's `/metrics` show our metrics beside vLLM's. Only the process that serves it has that module."""
+    """Have Dynamo's `/metrics` show our metrics beside vLLM's. Only the process that serves `/metrics` has Dynamo's
+    module."""
     module = sys.modules.get(METRICS)
     if module is None:
         return

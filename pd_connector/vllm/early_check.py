@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the connector's config before vLLM does anything else with its arguments.
 
-vLLM makes a connector minutes later, in other processes, after it has loaded the weights. A wrong config would be
-told there, between the logs of all of them. Here the process that the operator started ends with the error, and the
-error is the last line of its log.
+vLLM makes a connector minutes later, in other processes, after it has loaded the weights. There the error of a wrong
+config would be lost between the logs of all these processes. Here the process that the operator started ends with the
+error, and the error is the last line of its log.
 """
 
 import errno
@@ -33,7 +33,7 @@ HALF = 0.5
 
 
 def warn_if_alone(config: "VllmConfig") -> None:
-    """Log a warning if this engine, on CPUs, takes so large a part of the machine's memory that no second one starts."""
+    """Log a warning if this engine runs on CPUs and takes too much of the machine's memory for a second engine."""
     from vllm.platforms import current_platform
 
     cache = config.cache_config
@@ -90,7 +90,7 @@ def _engines_here(args: "EngineArgs") -> int:
 
 
 def _free(host: str, address: str, ports: range, key: str) -> float:
-    """How many of these ports are free; the system chooses as many as are wanted."""
+    """How many of these ports are free; infinite if the system chooses the ports."""
     free = 0
     with ExitStack() as held:
         for port in ports:

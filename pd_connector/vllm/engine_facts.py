@@ -19,7 +19,7 @@ class EngineFacts(NamedTuple):
     """Facts that stay the same while the engine runs.
 
     Attributes:
-        engine_id: told to proxies; consumers check it when they dial.
+        engine_id: the engine's id. Proxies get it with the address, and consumers check it when they dial.
         windows: page sizes and sliding windows of the engine's page tables.
         ranks: the number of the engine's workers.
         produces: whether requests may offer their KV.
@@ -29,10 +29,11 @@ class EngineFacts(NamedTuple):
         embeddings_come: an encode engine sends the embeddings of images and other inputs.
         attends_ahead: a token's KV depends on the whole prompt (prefix LM).
         states: which page tables list states.
-        left_tokens: of a prompt, that the prefill side leaves to the decode engine (`handoff.left_tokens`).
+        left_tokens: number of tokens at a prompt's end that the prefill side leaves to the decode engine
+            (`handoff.left_tokens`).
         inputs_whole: see `handoff.left_tokens.takes_inputs_whole`.
         replays: vLLM replays a window behind a prefix hit (`pages.replayed`).
-        drafts: it speculates, so an engine of the same model may leave another number of tokens.
+        drafts: whether the engine speculates. Engines of one model can differ in this, and then in `left_tokens`.
     """
 
     engine_id: str

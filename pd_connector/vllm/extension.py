@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 
 class Operated(ABC):
-    """The connector that the calls reach. It imports this module, and not the reverse: `weight_loads` knows the calls'
-    names, and the connector needs `weight_loads`."""
+    """The connector that receives the calls. The connector imports this module, not the reverse, because `weight_loads`
+    imports the calls' names from here, and the connector needs `weight_loads`."""
 
     @abstractmethod
     def set_weights_version(self, version: str) -> None:

@@ -28,8 +28,7 @@ class Prefill(NamedTuple):
 
 
 class AuditReport(NamedTuple):
-    """A rank has ended its comparison for an audited request: with no cause if nothing was wrong, or with a
-    cause."""
+    """The end of a rank's comparison for an audited request; without a cause if nothing was wrong."""
 
     request: str
     cause: Cause | None
@@ -53,7 +52,7 @@ class Cut(NamedTuple):
 
 
 def earliest(some: Mapping[str, Cut], others: Mapping[str, Cut]) -> dict[str, Cut]:
-    """For each load the cut after which no rank has anything in place."""
+    """For each load the earlier cut: all ranks have the KV up to there."""
     cuts = dict(some)
     for request, cut in others.items():
         if request not in cuts or cut.stop_token < cuts[request].stop_token:
@@ -78,8 +77,8 @@ class StepCommands(KVConnectorMetadata):
 @dataclass
 class RankAddress(KVConnectorHandshakeMetadata):
     """Worker to scheduler, once: the address at which consumers reach this rank (port 0: none), the rank's shard, the
-    port for data (0: none), and its model. With prefill context parallelism also the addresses of the ranks that differ in
-    that place only: vLLM may pass on that of one of them."""
+    port for data (0: none), and its model. With prefill context parallelism it also has the addresses of the ranks that
+    differ only in their rank of it, because vLLM can pass on the address of only one of them."""
 
     host: str
     port: int
@@ -95,11 +94,10 @@ class WorkerActivity(KVConnectorWorkerMetadata):
 
     `ready`: watched requests whose KV can be loaded now. `unavailable`: watched requests whose KV will not come.
     `unaudited`: requests whose KV was refused because its producer has not passed an audit. Also: audits that
-    have ended, the gauges of ranks with a changed gauge, how often ranks' weights have changed (if they have),
-    why KV of requests has not come, how far loads from the pool came that broke off, and which model ranks have
-    loaded as the pool knows it, if that has changed: empty if not known, None while its weights are read. With it comes
-    their draft model, as names of parts have it. `facts`: the first rank's model as peers are told it, if
-    that has changed.
+    have ended, the gauges of ranks with a changed gauge, how often ranks' weights have changed (if they have), why KV
+    of requests has not come, where broken-off loads from the pool stopped, and the pool's keys of the ranks' models and
+    draft models if they have changed (empty: not known; None: its weights are being read). `facts`: the first rank's
+    model as peers get it, if that has changed.
     """
 
     ready: frozenset[str] = frozenset()

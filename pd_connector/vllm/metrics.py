@@ -34,8 +34,8 @@ class PDStats(KVConnectorStats):
     """One step's counts, observations and gauges, as plain data that vLLM can serialise.
 
     `data` is `{"counts": [[name, values of its labels, amount]], "observations": {name: [seconds]},
-    "gauges": {name: value of the engine, see `RankGauges`}}`. Gauges come from the scheduler, which hears of every rank: if there
-    are several API servers, vLLM gives the stats of a step to any one of them.
+    "gauges": {name: value of the engine, see `RankGauges`}}`. Gauges come from the scheduler, which knows those of
+    every rank: with several API servers, vLLM gives the stats of a step to only one of them.
     """
 
     def __post_init__(self) -> None:
@@ -99,9 +99,9 @@ class RankGauges:
         """Whether a rank's last report says that transfers are under way.
 
         Args:
-            queued: there are requests that have not ended and have transfers. vLLM steps for these requests itself,
-                unless it is paused: only leases count then, which are of requests that have ended. A pause would
-                otherwise take as long as requests of its queue wait for KV.
+            queued: whether requests with transfers have not ended. vLLM makes steps for such requests itself, unless it
+                is paused. So only leases of ended requests count then: otherwise a pause would last until queued
+                requests have their KV.
         """
         return any(self._of_all(name) for name in (("leased_pages",) if queued else UNDER_WAY))
 

@@ -63,9 +63,9 @@ class CpuPacking(NamedTuple):
 def _amx_halves(
     tensor: torch.Tensor, key_dim: int, value_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of pages in AMX tiles. Along the axis that AMX multiplies, pairs of elements lie side by side, followed
-    by the pairs of the other axis, sixteen in all. K is `[token / 16][dim / 2][16 tokens][2 dims]`. V is multiplied
-    along the tokens: `[dim / 16][token / 2][16 dims][2 tokens]`."""
+    """K and V of pages in AMX tiles. Two neighbouring elements of the axis that AMX multiplies along lie side by side;
+    sixteen such pairs, along the other axis, follow each other. K is `[token / 16][dim / 2][16 tokens][2 dims]`. V is
+    multiplied along the tokens: `[dim / 16][token / 2][16 dims][2 tokens]`."""
     pages, heads, tokens, _ = tensor.shape
     page, head, *_ = tensor.stride()
     row = _TILE * _PAIR

@@ -46,7 +46,8 @@ class Part:
         """A request has come."""
 
     def matched(self, request: "Request", computed: int) -> int | None:
-        """Tokens that this part can bring beyond the `computed` ones that are here; None: ask again."""
+        """Number of tokens that this part can load beyond the `computed` tokens that are here; None: ask again
+        later."""
         return 0
 
     def allocated(
@@ -56,10 +57,10 @@ class Part:
 
         Args:
             blocks: all its pages.
-            external_tokens: tokens that some part brings.
+            external_tokens: number of tokens that this or another part loads.
 
         Returns:
-            Commands if these pages are this part's business; None if others may want them.
+            Commands if this part fills these pages; None to ask the next part.
         """
         return None
 
@@ -73,7 +74,7 @@ class Part:
         """The workers reported the end of a load. Returns whether it was this part's.
 
         Args:
-            failed: vLLM keeps none of its pages.
+            failed: whether vLLM keeps none of the load's pages.
         """
         return False
 
@@ -89,7 +90,7 @@ class Part:
         """vLLM's caches were reset: what was there before must not be used."""
 
     def finished(self, request: "Request", pages: tuple[list[int], ...]) -> Ended:
-        """A request with these pages (by table) has ended in some way. If its pages stay, later parts are not asked."""
+        """A request with these pages (by table) has ended. If this part keeps its pages, later parts are not called."""
         return Ended()
 
     def close(self) -> None:

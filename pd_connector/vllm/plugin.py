@@ -10,8 +10,8 @@ logger = logging.getLogger("pd_connector.vllm")
 
 def register() -> None:
     """Register `"kv_connector": "PDConnector"` with vLLM, check its config before anything is loaded, and make AMX
-    usable. Also record the modules of the model that is built, and the files from which it and its config are loaded.
-    Make it known to Dynamo, too. Harmless to repeat.
+    usable. Also record the modules of the model that is built, and the files from which the model and its config are
+    loaded. Register it with Dynamo, too. Harmless to repeat.
 
     vLLM logs an exception of a plug-in and continues. It would later call the connector unsupported, so the reason is
     logged here, with advice."""
@@ -51,8 +51,8 @@ def _register() -> None:
 def ask_for_amx() -> bool:
     """Ask Linux for AMX's tiles if vLLM would use them; returns whether the process has them.
 
-    vLLM's attention on a CPU uses tiles without asking, because a matrix product in AMX has usually asked before.
-    On a decode engine none has: its first step computes one token, and Linux kills the process (SIGILL).
+    vLLM's attention on a CPU uses tiles without this request, because an earlier matrix product in AMX has usually made
+    it. On a decode engine there is none: its first step computes one token, and Linux kills the process (SIGILL).
     """
     import torch
     from vllm.platforms import current_platform

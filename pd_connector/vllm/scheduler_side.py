@@ -203,7 +203,7 @@ class SchedulerSide:
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Pages have been allocated: fill them, or tell the producer that no KV is wanted."""
+        """Pages have been allocated: fill them, or tell the producer that its KV is not needed."""
         self._status.admitted(request, blocks, num_external_tokens)
         for part in self._parts:
             commands = part.allocated(request, blocks, num_external_tokens)
@@ -258,7 +258,7 @@ class SchedulerSide:
             self._commands += part.reported(activity)
 
     def stats(self) -> PDStats | None:
-        """What was counted here since the last call, and the ranks' gauges if one has changed."""
+        """The counts of this side since the last call, and the ranks' gauges if a gauge has changed."""
         return PDStats.of(self.telemetry, self._gauges.changed())
 
     @property
@@ -278,7 +278,7 @@ class SchedulerSide:
     def request_finished(
         self, request: "Request", pages: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request with these pages has ended in some way. Returns whether they stay, and the answer for the proxy."""
+        """A request with these pages has ended. Returns whether they stay allocated, and the answer for the proxy."""
         for part in self._parts:
             ended = part.finished(request, pages)
             self._commands += ended.commands
@@ -317,8 +317,8 @@ class SchedulerSide:
     def _identity_of(
         self, request: "Request", tokens: int | None = None
     ) -> tuple[bytes, str] | None:
-        """What KV of its first tokens (all by default) depends on, and its adapter. None if that is unknown; the
-        request is then computed here."""
+        """Identity of everything that KV of the request's first tokens (all by default) depends on, and its adapter.
+        None if unknown; the request is then computed here."""
         try:
             return self.identity.of(request, tokens), self.identity.adapters.name(request)
         except OSError as error:

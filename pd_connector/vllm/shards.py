@@ -46,8 +46,8 @@ def own_shard(vllm_config: "VllmConfig", numbers: list[int]) -> Shard:
 
 
 def context_parallel(vllm_config: "VllmConfig") -> tuple[int, int]:
-    """Ranks that share the tokens of a sequence, and ranks with the same tensor-parallel rank in a stage. vLLM shares
-    tokens of its cache for decode context parallelism alone, whose ranks may span those of the other kind."""
+    """Sizes of decode context parallelism and of prefill context parallelism. Only decode context parallelism divides a
+    sequence's cached tokens among ranks."""
     parallel = vllm_config.parallel_config
     sizes = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     return int(sizes[0]), int(sizes[1])
@@ -76,7 +76,7 @@ def gather_ranks(own: Peer) -> list[Peer]:
 
 
 def gather_copies(own: R) -> list[R]:
-    """The same of all ranks that differ in their rank of prefill context parallelism only. All of them call this at the
+    """Gather from all ranks that differ only in their rank of prefill context parallelism. They all call this at the
     same time."""
     from vllm.distributed.parallel_state import get_pcp_group
 

@@ -24,13 +24,13 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _Part(NamedTuple):
-    """A run of one of a state's tensors that ranks share by itself.
+    """Consecutive rows or channels of a state's tensor that are divided among ranks independently of the others.
 
     Attributes:
-        name: of the section.
-        units: that this rank holds.
-        dim: channels of a unit, in a convolution; the elements of a row otherwise.
-        total: units of the whole model, if they are not `units` times the number of ranks.
+        name: the section's name.
+        units: number of units that this rank holds.
+        dim: channels of a unit in a convolution; otherwise elements of a row.
+        total: units of the whole model, if not `units` times the number of ranks.
     """
 
     name: str
@@ -47,8 +47,9 @@ class _Kind(NamedTuple):
     """A kind of recurrent layer.
 
     Attributes:
-        tensors: of its state.
-        cut: the parts of each tensor, from the layer's name, this rank's shapes, the layer, and the number of ranks.
+        tensors: number of tensors of its state.
+        cut: returns the parts of each tensor, from the layer's name, this rank's shapes, the layer, and the number of
+            ranks.
     """
 
     tensors: int
@@ -61,11 +62,11 @@ def describe_states(
     """The sections of a layer's state, and this rank's views of them.
 
     Args:
-        name: of the layer, for messages.
+        name: the layer's name, for messages.
         spec: shapes and dtypes of the state's tensors on this rank.
         tensor: the layer's cache as vLLM registers it, int8 `[page, 1, 1, bytes]`; pages may be padded.
         module: the layer. Its attributes say what the shapes cannot.
-        ranks: of the tensor-parallel group.
+        ranks: number of ranks of the tensor-parallel group.
 
     Raises:
         UnsupportedGeometryError: a kind of state, or a form of it, that cannot be moved.
@@ -115,7 +116,7 @@ def describe_ring(
     one, GLM-5-Next K and its gate). Token i is in row `i % rows`. Every rank holds the whole ring.
 
     Args:
-        name: of the layer, for messages.
+        name: the layer's name, for messages.
         tensor: the layer's cache, `[page, slot, row, dim]`.
 
     Raises:
@@ -175,11 +176,12 @@ def _dims_first() -> bool:
 
 
 def _keys_first(module: Any) -> bool:
-    """Whether a delta net keeps its matrices as `[key dim][value dim]`. vLLM's CPU kernel does, in memory that the spec calls
-    `[value dim][key dim]`, as kernels on GPUs and SGLang's are. Where both have one size, nothing else tells.
+    """Whether a delta net keeps its matrices as `[key dim][value dim]`. vLLM's CPU kernel does, although the spec says
+    `[value dim][key dim]`, the layout of GPU kernels. If both dims have the same size, only the kernel's name tells the
+    layout.
 
-    That kernel computes in bfloat16 only. Since vLLM 0.33 a float16 model on a CPU takes the Triton kernels instead, which
-    keep `[value dim][key dim]`.
+    The CPU kernel computes in bfloat16 only. Since vLLM 0.33 a float16 model on a CPU takes the Triton kernels instead,
+    which keep `[value dim][key dim]`.
     """
     if getattr(getattr(module, "_forward_method", None), "__name__", "") != "forward_cpu":
         return False

@@ -27,8 +27,8 @@ def load_config(extra: dict[str, Any]) -> Config:
 
 
 def check_name(transfer: Any) -> None:
-    """Raises ConfigError if the name in vLLM's KVTransferConfig is ours but for its case. vLLM would say later, and
-    without advice, that it is unsupported."""
+    """Raises ConfigError if the name in vLLM's KVTransferConfig differs from ours only in case. vLLM would report it
+    later as unsupported, without advice."""
     name = getattr(transfer, "kv_connector", None)
     if not isinstance(name, str) or name == NAME or name.lower() != NAME.lower():
         return
@@ -72,8 +72,8 @@ def attends_ahead(kv_cache_config: "KVCacheConfig") -> bool:
 def check_prefixes(
     config: Config, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
 ) -> None:
-    """Raises ConfigError if there is to be a pool, and KV of a prompt's beginning cannot be used for another prompt. vLLM
-    has no prefix cache then; the pool would give wrong answers."""
+    """Raises ConfigError if the config has a pool, but KV of this model cannot be shared between prompts. vLLM turns
+    off its prefix cache for such a model, and a pool would give wrong answers."""
     if not config.pool:
         return
     if attends_ahead(kv_cache_config):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wakes an idle engine, from any thread: it makes a step if the connector has asked for one (`has_pending_push_work`).
 
-vLLM's engine core asks for that only between steps. Without a request it waits for a message. A connector that asks
-without a break gets its steps, but then neither a pause nor a stop comes to its end.
+vLLM's engine core checks this only between steps. Without a request it waits for a message. A connector that always
+reports work gets its steps, but then neither a pause nor a stop comes to its end.
 """
 
 import weakref

@@ -145,8 +145,8 @@ class WorkerSide:
         return self._address
 
     def begin(self, step: StepCommands) -> None:
-        """A step begins. Pass its commands to the agent before anything is computed. After the return no page is read
-        that the step may reuse."""
+        """A step begins. Pass its commands to the agent before anything is computed. After the return the agent reads
+        no page that the step may reuse."""
         assert self._agent is not None or not step.commands
         changes = 0
         if self._model is not None:
@@ -168,7 +168,7 @@ class WorkerSide:
             self._backoff.reset()
 
     def take_back(self, step: StepCommands) -> None:
-        """A step is about to be prepared. After the return no page is read that the step may overwrite."""
+        """A step is about to be prepared. After the return the agent reads no page that the step may overwrite."""
         if self._agent is not None:
             self._agent.take_back(step.commands)
 
@@ -185,7 +185,7 @@ class WorkerSide:
             self._prefills = []
 
     def outcomes(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose pages may be freed, whose load has ended, and whose load has failed."""
+        """Three sets of requests: those whose pages can be freed, whose load has ended, and whose load has failed."""
         if self._idle and self._agent and not self._lockstep:
             self._backoff.pause(self._agent.wait_for_outcome)
         # Read before the outcomes: a gauge at rest here was at rest when those outcomes were counted.
@@ -258,7 +258,7 @@ class WorkerSide:
         return int(gauges.get("outgoing_transfers", 0))
 
     def sleep(self) -> None:
-        """vLLM is about to give up the memory of the pages. After the return nothing of ours touches them.
+        """vLLM is about to give up the memory of the pages. After the return the agent does not touch them.
 
         Raises:
             PDConnectorError: the agent does not answer.
@@ -288,8 +288,8 @@ class WorkerSide:
             self._model.change_version(version)
 
     def _of_before(self, commands: Iterable[Command]) -> Iterator[Command]:
-        """Filters the commands of a scheduler that has not heard of the latest weights. The pages named there
-        may hold KV of earlier weights. They are neither offered nor compared."""
+        """Filter commands of a scheduler that does not know of the latest change of weights. Their pages may hold KV of
+        earlier weights, so they are neither offered, saved nor compared."""
         for command in commands:
             match command:
                 case Offer(transfer, request):
@@ -305,7 +305,7 @@ class WorkerSide:
                     yield command
 
     def _weights_changed(self) -> dict[int, int]:
-        """How often this rank's weights have changed, if the scheduler has not heard it."""
+        """How often this rank's weights have changed, if that is not reported to the scheduler yet; otherwise empty."""
         if self._model is None or self._model.changes == self._told_changes:
             return {}
         self._told_changes = self._model.changes

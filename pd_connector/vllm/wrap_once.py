@@ -31,8 +31,8 @@ def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def with_subclasses(base: type) -> Iterator[type]:
-    """A class, and all classes that inherit from it, which may have methods of their own. A class comes after its base:
-    what it inherits is wrapped there."""
+    """A class and all its subclasses, because a subclass can override methods. A base class comes before its
+    subclasses: an inherited method is wrapped in the base."""
     yield base
     subclass: type
     for subclass in base.__subclasses__():

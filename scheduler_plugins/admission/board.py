@@ -168,8 +168,8 @@ def default_folder() -> Path:
 def boards_of(vllm_config: Any) -> list[Board]:
     """The boards of all engine cores of this machine that an API server sends requests to.
 
-    There is one board per data-parallel rank. If something else balances the load, each API server has its own ranks.
-    Ranks on other machines have their boards there, which are not found.
+    There is one board per data-parallel rank. With an external load balancer, each API server has its own ranks. Boards
+    of ranks on other machines are on those machines, and are not found.
     """
     parallel = vllm_config.parallel_config
     first, count = 0, parallel.data_parallel_size

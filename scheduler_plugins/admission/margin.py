@@ -11,7 +11,8 @@ _LEAST, _MOST = 0.5, 1 / _NEAR
 
 
 class Margin:
-    """A factor for predictions. It is learnt so that the real time exceeds only a small fraction of the products.
+    """A factor for predictions. It is learnt so that only a small fraction of the real times exceeds prediction times
+    factor.
 
     It follows a percentile of the ratio real / predicted in steps: up by nearly 5 % if the ratio was exceeded,
     otherwise down a little. The ratio does not depend on the margin, so late answers cannot make the margin oscillate.

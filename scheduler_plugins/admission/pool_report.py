@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells a router of the KV pool of its host: `GET /pd/pool`, with `?after=N` a page of the store's journal. The
-middleware of the engine's API server answers it. With `?after=N&of=far` the page is of the far store that the host's carrier reaches."""
+"""An engine's report to a router about the KV pool of its host: `GET /pd/pool`. With `?after=N` it has a page of the
+store's journal, with `?after=N&of=far` a page of the far store that the host's carrier reaches. The middleware of the
+engine's API server answers it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class PoolEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's place in a pool, and a page of the journal if it was asked for."""
+    """The engine's place in a pool, and a page of the journal if the query has `after`."""
 
     store: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8,64}$")]
     """The store, the same at every engine of the host."""

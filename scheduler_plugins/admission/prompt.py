@@ -223,7 +223,7 @@ class PromptMemory:
 
         Args:
             prompt_tokens: the real number, all sequences together.
-            cached: tokens expected from the cache, and tokens really found there; None if the engine does not say (vLLM
+            cached: expected and actual number of tokens from the cache; None if the engine does not report it (vLLM
                 does with `--enable-prompt-tokens-details`).
         """
         if not prompt.ids and prompt.size_bytes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Closed forms: the time of one engine that a mean request takes, in steady state.
 
-Bursts and cached prefixes are not in them. In bursts the rates that follow are several times too high, so they order
-fleets and are never shown as results.
+They ignore bursts and cached prefixes. With bursts, the resulting rates are several times too high. So they are only
+used to rank fleets, and never shown as results.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def largest_batch(
 
 
 def token_s(costs: CostModel, context: float, batch: float) -> float:
-    """Seconds of an engine for one token, in a batch of sequences of `context` tokens. Times the tokens of an answer it
-    is `T_d` of P/D-Serve."""
+    """Seconds of an engine for one token, in a batch of sequences of `context` tokens. Multiplied by an answer's tokens
+    it is `T_d` of P/D-Serve."""
     return (costs.d0 + (costs.d1 + costs.d2 * context) * batch) / batch
 
 
@@ -61,7 +61,7 @@ def busy_part(engines: int, load: float) -> float:
 
 
 def late_part(engines: int, load: float, each_s: float, squares: float, wait_s: float) -> float:
-    """Part of the prompts that wait longer than `wait_s` for one of these engines: M/G/c, by the exponential tail of
+    """Fraction of the prompts that wait longer than `wait_s` for one of these engines. M/G/c queue: exponential tail of
     Erlang C, scaled for the variance of lengths.
 
     Args:
@@ -85,7 +85,8 @@ def mean_wait_s(engines: int, load: float, each_s: float, squares: float) -> flo
 def engines_for_prompts(
     load: float, each_s: float, squares: float, wait_s: float, late: float, most: int
 ) -> int:
-    """The fewest engines, up to `most`, with which at most the part `late` of the prompts waits longer than `wait_s`."""
+    """The fewest engines, up to `most`, with which at most the fraction `late` of the prompts waits longer than
+    `wait_s`."""
     engines = max(1, ceil(load))
     while engines < most and late_part(engines, load, each_s, squares, wait_s) > late:
         engines += 1

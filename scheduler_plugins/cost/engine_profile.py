@@ -10,6 +10,8 @@ import msgspec
 
 from scheduler_plugins.cost.model import CostModel
 
+_MOST = 1e9
+"""Simulations with larger values do not end."""
 MOST_ERROR = 0.15
 """A profile with a larger error is not planned with, unless asked for."""
 
@@ -66,8 +68,8 @@ class EngineProfile(
             "price_per_h",
             "watts",
         ):
-            if not 0 <= (value := getattr(self, name)) < inf:
-                raise ValueError(f"{name} {value}: must be a number from 0 on")
+            if not 0 <= (value := getattr(self, name)) <= _MOST:
+                raise ValueError(f"{name} {value}: must be a number from 0 to {_MOST:g}")
 
     @property
     def doubt(self) -> str:

@@ -45,8 +45,8 @@ _MOST = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedCosts:
-    """What a step with both prompt tokens and decoding sequences takes beside `a` and `b` of its prompt tokens, in
-    seconds, all coefficients >= 0."""
+    """Cost in seconds of a step with both prompt tokens and decoding sequences, in addition to the terms `a` and `b` of
+    its prompt tokens. All coefficients >= 0."""
 
     m0: float = 0.0
     """Seconds per step."""

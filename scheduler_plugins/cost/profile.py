@@ -62,8 +62,8 @@ def mixed_loads(longest_tokens: int, most_batch: int, chunk_tokens: int) -> list
     Args:
         longest_tokens: longest context, and longest prompt.
         most_batch: largest number of sequences that decode.
-        chunk_tokens: most tokens of a step, decoding sequences included; 0: prompts are not cut. No prompt is longer than
-            what such a step has left.
+        chunk_tokens: most tokens of a step, decoding sequences included; 0: prompts are not cut. No prompt is longer
+            than the tokens that are left in such a step.
     """
     steps: dict[StepLoad, None] = {}
     for batch in sorted({max(1, most_batch // 4**k) for k in range(3)}):
@@ -91,7 +91,7 @@ def fit(measured: Sequence[Measurement], chunk_tokens: int = 0) -> CostModel:
 
 
 def fitted(measured: Sequence[Measurement], chunk_tokens: int = 0) -> tuple[CostModel, Errors]:
-    """`fit`, and the mean relative errors of each kind of step on what was not fitted."""
+    """The result of `fit`, and the mean relative errors of each kind of step on measurements that were not fitted."""
     if len(measured) < FEWEST:
         raise ProfileError(
             f"{len(measured)} measurements: at least {FEWEST} are needed; longer prompts, larger batches or more "

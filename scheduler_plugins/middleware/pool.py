@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--middleware scheduler_plugins.vllm.PoolMiddleware`: `GET /pd/pool` tells routers what the KV pool of this host has.
-`AdmissionMiddleware` answers it, too."""
+"""`--middleware scheduler_plugins.vllm.PoolMiddleware`: `GET /pd/pool` gives routers the contents of this host's KV
+pool. `AdmissionMiddleware` answers it, too."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MOST_SILENT = 8
 
 
 class PoolMiddleware:
-    """A pure ASGI middleware. It reads the store as commands do: the budgets and chunks are the engines' business.
+    """A pure ASGI middleware. It only reads the store, as commands do: it changes no budgets and no chunks.
 
     Args:
-        engine: the engine's id in the pool, where vLLM's configuration does not tell it.
+        engine: the engine's id in the pool, if vLLM's configuration does not have it.
     """
 
     def __init__(self, app: App, engine: str = "") -> None:
@@ -82,7 +82,8 @@ class PoolMiddleware:
             return _refusal(503, f"the pool cannot be read: {error}")
 
     def _report(self, engine: str, after: str, of: str) -> PoolReport | Refusal:
-        """In a thread: the store's files are read. A request that is cancelled meanwhile leaves the opened store to the next."""
+        """Make the report in a thread, because it reads the store's files. If the request is cancelled meanwhile, the
+        next request uses the opened store."""
         with self._opening:
             if self._opened is None:
                 self._opened = LocalStore(Space(memory_folder(), 0), visits=True), _Carrier()
@@ -90,14 +91,14 @@ class PoolMiddleware:
 
 
 class _Carrier:
-    """The carrier of this host, with the far store that it has told of last. Any thread may use it."""
+    """The carrier of this host, with the id of the far store that it reported last. Any thread may use it."""
 
     def __init__(self) -> None:
         self._link = CarrierLink(memory_folder())
         self._far, self._silent = "", 0
 
     def far(self) -> str:
-        """Id of the far store; empty without a carrier, or while it does not know it."""
+        """Id of the far store; empty without a carrier, or while the carrier does not know it."""
         status = self._link.status(CARRIER_S)
         return self._remembered(None if status is None else status.mark)
 
@@ -108,7 +109,8 @@ class _Carrier:
         return page or (FarPage(far, [], after) if far else None)
 
     def _remembered(self, reported: str | None) -> str:
-        """The id that the carrier tells, or has told before: a busy one may be late."""
+        """The far store's id as the carrier reports it, or as it reported it last: a busy carrier can answer too
+        late."""
         if reported is not None:
             self._far, self._silent = reported, 0
         elif not self._link.is_there or self._silent >= _MOST_SILENT:

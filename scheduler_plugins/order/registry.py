@@ -65,7 +65,7 @@ def _made(policy: type[QueuePolicy], lambda_: float) -> QueuePolicy:
 
 
 class Guarded(QueuePolicy):
-    """Another package's policy. Its faults must not end the engine: they are logged, and such a request goes by its
+    """Another package's policy. Its faults must not end the engine: they are logged, and the request gets its place by
     arrival."""
 
     def __init__(self, policy: QueuePolicy, extension: Extension) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import inf
 
 from scheduler_plugins.planner.bound import Bounds
 from scheduler_plugins.planner.goodput import Judge
@@ -49,17 +50,27 @@ def colocated(judge: Judge, bounds: Bounds) -> Candidate | None:
 
 
 def uniform(bounds: Bounds) -> list[Mix]:
-    """Every choice of one tensor parallelism for each device, with as many engines as fit."""
+    """Every choice of one tensor parallelism for each device, with as many engines as fit the GPUs and the budget.
+
+    The budget goes first to the devices that serve most for it, by closed forms.
+    """
     inventory = bounds.inventory
     choices = [list(inventory.of(device)) for device in inventory.devices if inventory.of(device)]
     mixes = list[Mix]()
     for kinds in product(*choices):
-        counts = dict[tuple[str, Role], int]()
-        for kind in kinds:
-            gpus = inventory.kinds[kind].gpus
+        counts, left = dict[tuple[str, Role], int](), inventory.most_cost
+        for kind in sorted(
+            kinds,
+            key=lambda kind: bounds.rates[kind].whole / max(1e-9, inventory.cost(kind)),
+            reverse=True,
+        ):
+            gpus, cost = inventory.kinds[kind].gpus, inventory.cost(kind)
             its = device_of(kind)
-            on_nodes = [node.gpus // gpus for node in inventory.nodes if node.device == its]
-            counts[kind, Role.WHOLE] = sum(on_nodes)
+            number = sum(node.gpus // gpus for node in inventory.nodes if node.device == its)
+            if cost and left < inf:
+                number = min(number, int(left / cost * (1 + 1e-9)))
+                left -= number * cost
+            counts[kind, Role.WHOLE] = number
         mix = mix_of(counts)
         if mix and fits(mix, inventory):
             mixes.append(mix)

@@ -25,7 +25,7 @@ from scheduler_plugins.planner.errors import PlanError
 from scheduler_plugins.planner.estimate import Model, read_model
 from scheduler_plugins.planner.goodput import WINDOWS, Promise
 from scheduler_plugins.planner.page import page
-from scheduler_plugins.planner.plan import Plan, make
+from scheduler_plugins.planner.plan import FEWEST, Plan, make
 from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.router.policies.registry import create as create_policy
 from scheduler_plugins.sim import trace
@@ -33,6 +33,8 @@ from scheduler_plugins.sim import trace
 FAILED = 2
 _GENERATED = 3000
 """Requests of a trace that is made of two lengths."""
+_MOST_MS = 3_600_000.0
+"""Windows of the lowest rates last hardly longer."""
 _WIDTH = 140
 _TEXTS = (
     ("model", "FOLDER", "the model's config.json or its folder: costs are estimated from data sheets where no profile is named"),
@@ -79,10 +81,13 @@ def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
     model = read_model(Path(given.model)) if given.model else None
     stock = _inventory(given, model)
     for name in ("ttft_ms", "tpot_ms"):
-        if not 0 < getattr(given, name) < inf:
+        if not 0 < getattr(given, name) <= _MOST_MS:
             raise PlanError(
-                f"{name} {getattr(given, name)}: must be a number of milliseconds above 0; a plan needs both promises"
+                f"{name} {getattr(given, name)}: must be a number of milliseconds above 0, at most an hour; a plan needs both "
+                "promises"
             )
+    if given.requests < FEWEST:
+        raise PlanError(f"requests {given.requests}: must be {FEWEST} or more, for four windows")
     if given.per_s is not None and not 0 < given.per_s < inf:
         raise PlanError(f"per_s {given.per_s}: must be a number above 0")
     create_order(given.order)

@@ -24,6 +24,8 @@ ACTIVATIONS_BYTES = 2e9
 LOAD_BYTES_PER_S, BOOT_S = 2e9, 40.0
 """Weights are read at this rate, and everything else of a start takes this time."""
 CHUNK_TOKENS = 2048
+MOST_BYTES = 16 << 20
+"""A longer config is cut, and is not JSON then."""
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "float8_e4m3fn": 1}
 _STRANGE = ("mamba", "ssm", "linear_attn", "recurrent", "conv")
 """Kinds of layers whose state is not KV that grows with the tokens."""
@@ -52,7 +54,8 @@ def read_model(path: Path) -> Model:
     """
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = msgspec.json.decode(path.read_bytes())
+        with path.open("rb") as file:
+            config = msgspec.json.decode(file.read(MOST_BYTES))
     except OSError as error:
         raise PlanError(
             f"model {path}: cannot be read ({error.strerror}); name a config.json or its folder"
@@ -63,7 +66,10 @@ def read_model(path: Path) -> Model:
         raise PlanError(f"model {path}: must be an object, as config.json is")
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config
-    kinds = {str(kind) for kind in config.get("layer_types") or ()}
+    types = config.get("layer_types") or ()
+    if not isinstance(types, list | tuple):
+        raise PlanError(f"model {path}: layer_types is {types!r}; must be a list")
+    kinds = {str(kind) for kind in types}
     if strange := sorted(kind for kind in kinds if any(word in kind for word in _STRANGE)):
         raise PlanError(
             f"model {path}: has layers of kind {', '.join(strange)}, which are not estimated; measure it with "
@@ -84,9 +90,9 @@ def _sized(config: dict[str, Any], path: Path) -> Model:
     hidden, layers = size("hidden_size", "n_embd"), size("num_hidden_layers", "n_layer")
     heads = size("num_attention_heads", "n_head")
     kv_heads = size("num_key_value_heads", default=heads)
-    if not (hidden and layers and heads):
+    if min(hidden, layers, heads, kv_heads) < 1:
         raise PlanError(
-            f"model {path}: hidden_size, num_hidden_layers and num_attention_heads must be above 0"
+            f"model {path}: hidden_size, num_hidden_layers, num_attention_heads and num_key_value_heads must be 1 or more"
         )
     dim = size("head_dim", default=hidden / heads)
     experts, chosen = (
@@ -103,10 +109,17 @@ def _sized(config: dict[str, Any], path: Path) -> Model:
     if dtype not in BYTES:
         raise PlanError(f"model {path}: dtype {dtype!r} is not known; known are {', '.join(BYTES)}")
     kv_values = latent + size("qk_rope_head_dim", default=0) if latent else 2 * kv_heads * dim
+    if not kv_values:
+        raise PlanError(f"model {path}: has no KV (head_dim or kv_lora_rank is 0)")
+    name = str(config.get("_name_or_path") or path.parent.name or "model")
+    if not name.isprintable():
+        raise PlanError(
+            f"model {path}: its name {name!r} becomes part of commands; wanted is one line"
+        )
     quantised = config.get("quantization_config")
     parameters = layers * (attention + mlp) + vocabulary
     return Model(
-        name=str(config.get("_name_or_path") or path.parent.name or "model"),
+        name=name,
         dtype=dtype,
         layers=int(layers),
         parameters=parameters,

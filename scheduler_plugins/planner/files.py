@@ -32,6 +32,9 @@ ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 GPUS, CORES = "CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND"
 """Variables that bind an engine, as commands begin with them."""
 _CPU_SERVER = ("python", "-m", "vllm.entrypoints.openai.api_server")
+_END_ALL = "trap 'kill $engines ${!-} || :; wait' HUP INT TERM"
+"""Shells start commands in the background with Ctrl-C ignored: engines would outlive the script. `$!` is an engine that is
+not listed yet."""
 _SCHEDULER = "scheduler_plugins.vllm.PrefixAwareScheduler"
 Values = dict[str, object] | None
 
@@ -215,12 +218,14 @@ def _scripts(engines: list[Engine], model: str) -> Iterator[tuple[str, str]]:
     nodes = list(dict.fromkeys(engine.node for engine in engines))
     apart = len(nodes) > 1
     for node in nodes:
-        lines = ["#!/bin/sh", "set -eu"]
+        lines = ["#!/bin/sh", "set -eu", "engines=", _END_ALL]
         if apart and not all(engine.alone for engine in engines):
             lines.append(
                 ': "${PD_CONNECTOR_KEY:?all engines need one key: export PD_CONNECTOR_KEY of pd-connector key}"'
             )
-        lines += [f"{engine.command(model, apart)} &" for engine in engines if engine.node == node]
+        for engine in engines:
+            if engine.node == node:
+                lines += [f"{engine.command(model, apart)} &", 'engines="$engines $!"']
         yield f"start-{node}.sh", "\n".join([*lines, "wait", ""])
 
 

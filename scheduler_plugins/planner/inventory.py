@@ -23,6 +23,8 @@ from scheduler_plugins.sim.links import Place
 TPS = (1, 2, 4, 8)
 """Tensor parallelism of an engine."""
 MOST_GPUS = 1024
+MOST_TOGETHER = 512
+"""GPUs of an inventory. Closed forms of more take minutes."""
 CPU = "CPU"
 """Device whose "GPUs" are cores of a CPU. An engine has one rank on all of its cores."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -159,14 +161,22 @@ def load(path: Path, model: Model | None, *, force: bool = False) -> Inventory:
 
 def one_device(device: str, gpus: int, model: Model) -> Inventory:
     """An inventory of one node: `--device NAME --gpus N`."""
+    if not 0 <= gpus <= MOST_TOGETHER:
+        raise PlanError(f"gpus {gpus}: must be from 1 to {MOST_TOGETHER}")
     node = NodeEntry(name="node", device=device, gpus=gpus)
     return _checked(InventoryFile(nodes=(node,)), Path(), model, False)
 
 
 def _checked(file: InventoryFile, folder: Path, model: Model | None, force: bool) -> Inventory:
     nodes = tuple(_nodes(file))
-    if not any(node.gpus for node in nodes):
+    total = sum(node.gpus for node in nodes)
+    if not total:
         raise PlanError("nodes: no GPU may be used; give gpus, or fewer reserved")
+    if total > MOST_TOGETHER:
+        raise PlanError(
+            f"nodes: have {total:,} GPUs, at most {MOST_TOGETHER} are planned together; plan a part of them that has a router to "
+            "itself, and start it several times"
+        )
     if file.budget.watts and file.budget.price_per_h:
         raise PlanError("budget: has both price_per_h and watts; give one")
     kinds = dict[str, EngineProfile]()

@@ -132,8 +132,10 @@ def make(
             "or give --prompt-tokens, --answer-tokens and --per-s"
         )
     bounds = Bounds(inventory, Workload.of(requests, promise.tpot_s))
+    if not (likely := _likely(bounds)):
+        raise PlanError("budget: no fleet that answers is within it; give more, or cheaper devices")
     judge = Judge(windows_of(requests, each), promise, policy, order)
-    judge.first_per_s = max(0.1, bounds.of(_likely(bounds)[0]) / 8)
+    judge.first_per_s = max(0.1, bounds.of(likely[0]) / 8)
     rows, by_fleet = list[Row](), dict[Fleet, Row]()
     for name, how in SEARCHES.items():
         before = judge.runs

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's profile from AISimulate's predictions of its steps. No engine was run: it is called `estimated`."""
+"""An engine's profile from AISimulate's predictions of its steps. It is called `estimated`, because no engine was
+run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a profile says of an engine besides its costs: from `/metrics`, and from the model's config."""
+"""The facts of an engine's profile other than its costs, from `/metrics` and the model's config."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def facts(
     """The profile of an engine that was measured.
 
     Args:
-        samples: of its `/metrics`.
+        samples: samples of its `/metrics`.
         model: folder of the model, or its `config.json`; a name without such a folder here is not read.
-        gpus: of the engine.
+        gpus: number of the engine's GPUs.
         start_s: time from the start of the process until it serves; None: from `/metrics`.
     """
     unknown = list[str]()

@@ -276,9 +276,9 @@ def _mixed(steps: Sequence[StepLoad]) -> dict[tuple[int, int], list[int]]:
 def mixed_step(
     tokens: int, prompt: Timed, streams: Sequence[Timed], context: int
 ) -> tuple[StepLoad | None, float]:
-    """The step in which a prompt of `tokens` tokens got its first token, and its duration in seconds: the median over the
-    streams of the time between the two tokens of which the second came with the prompt's. None: a stream did not decode
-    then.
+    """The step in which a prompt of `tokens` tokens got its first token, and its duration in seconds. The duration is
+    the median, over the streams, of the time between a stream's last token before that step and its token of that step.
+    None: a stream did not decode then.
 
     Args:
         context: tokens of each stream's prompt.

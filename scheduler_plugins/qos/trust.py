@@ -56,8 +56,8 @@ def class_key(shared: str) -> bytes:
 
 
 class Seen:
-    """The signatures that an engine has believed. Each is believed once, so a header that was read on its way is of no
-    use to anybody else. Used by one thread."""
+    """The signatures that an engine has accepted. Each is accepted once, so an eavesdropper cannot use a header again.
+    Used by one thread."""
 
     def __init__(self) -> None:
         self._nonces: set[str] = set()
@@ -79,7 +79,7 @@ class Seen:
         return True
 
     def log_old(self, off_s: float) -> None:
-        """Say in the log, at most once a minute, that a valid signature is this much older than the present."""
+        """Log, at most once a minute, that a valid signature is too old, and by how much."""
         now_s = time.monotonic()
         if now_s < self._logged_s + _TELL_S:
             return
@@ -113,7 +113,7 @@ def signed_class(
 
     Args:
         headers: the request's headers, names in lower case, values as ASGI servers decode them (Latin-1).
-        seen: what was believed before.
+        seen: the signatures that were accepted before.
         now_s: by the wall clock; None: now.
     """
     at, _, rest = headers.get(HEADER.lower(), "").partition(".")

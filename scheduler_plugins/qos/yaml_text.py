@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -38,9 +39,11 @@ class YamlText:
         """The settings, as this msgspec type.
 
         Raises:
-            ValueError: the text is not YAML, has unknown keys, or a value of another type. The message begins with the
-                file's name and the line, and names every unknown key before the first value of another type.
+            ValueError: the text is not YAML, has unknown keys, a key twice in one mapping, or a value of another type. The
+                message begins with the file's name and the line, and names every unknown key before the first value of another type.
         """
+        if twice := _twice(self._text):
+            raise ValueError(self._message(f"key {twice[0]!r} is there twice", twice[1]))
         try:
             return msgspec.yaml.decode(self._text, type=form)
         except msgspec.ValidationError as error:
@@ -52,7 +55,7 @@ class YamlText:
             raise ValueError(self._message("; ".join(said), int(line[1]) if line else 0)) from None
 
     def wrong(self, error: Exception) -> str:
-        """The message of an error about a value that the text has. It names the line, where it can be found.
+        """The message of an error about a value that the text has. It names the line, if the line can be found.
 
         Args:
             error: its message begins with a key, or has the value in quotes.
@@ -69,7 +72,7 @@ class YamlText:
         return self._message(said, line)
 
     def _mistakes(self, said: str, form: type) -> Iterator[str]:
-        """The messages of this mistake, and of those that show once each unknown key is taken out."""
+        """The messages of this mistake, and of further mistakes that show when each unknown key has been removed."""
         content = msgspec.yaml.decode(self._text)
         while True:
             yield self._validation(said, form)
@@ -153,13 +156,55 @@ def _composed(text: bytes) -> Any:
         return None
 
 
+def _twice(text: bytes) -> tuple[str, int] | None:
+    """The first key that a mapping has twice, and its line; None if there is none, or the text is not YAML.
+
+    YAML's decoder takes the last one without a word.
+    """
+    yaml: Any = import_module("yaml")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    above = [_Open(False, set())]
+    try:
+        for event in yaml.parse(text, Loader=loader):
+            if isinstance(event, yaml.CollectionEndEvent):
+                above.pop()
+            elif isinstance(event, yaml.NodeEvent):
+                scalar = event.value if isinstance(event, yaml.ScalarEvent) else None
+                if above[-1].twice(scalar):
+                    return str(scalar), event.start_mark.line + 1
+                if isinstance(event, yaml.CollectionStartEvent):
+                    above.append(_Open(isinstance(event, yaml.MappingStartEvent), set()))
+    except yaml.YAMLError:
+        pass
+    return None
+
+
+@dataclass
+class _Open:
+    """A mapping or a sequence whose end is not read yet."""
+
+    mapping: bool
+    keys: set[str]
+    nodes: int = 0  # keys and values
+
+    def twice(self, scalar: str | None) -> bool:
+        """Count a node, and say whether it is a key that was there before. `scalar`: its text, if it is one."""
+        self.nodes += 1
+        if not self.mapping or self.nodes % 2 == 0 or scalar is None:
+            return False
+        size = len(self.keys)
+        self.keys.add(scalar)
+        return len(self.keys) == size
+
+
 def _entries(node: Any) -> list[tuple[Any, Any]]:
     """Keys and values of a mapping; none of another node."""
     return list(node.value) if node is not None and node.id == "mapping" else []
 
 
 def _line_at(node: Any, steps: Sequence[str]) -> int:
-    """The line of the key or element at this path, or of the last one on the way to it; 0: there is none."""
+    """The line of the key or element at this path, or else of the deepest existing element of the path; 0: there is
+    none."""
     line = node.start_mark.line + 1 if node is not None and steps else 0
     for n, step in enumerate(steps):
         if step == "...":
@@ -182,7 +227,7 @@ def _leads(node: Any, steps: Sequence[str]) -> bool:
 
 
 def _line_of_key(root: Any, name: str, element: int | None) -> int:
-    """The line of a key of the whole, or of one of its sections; 0: there is none."""
+    """The line of a key of the top level or of one of its sections; 0: there is none."""
     steps = [name] if element is None else [name, str(element)]
     if any(key.value == name for key, _ in _entries(root)):
         return _line_at(root, steps)
@@ -201,7 +246,7 @@ def _scalars(node: Any) -> Iterator[Any]:
 
 
 def _line_of_text(root: Any, text: str) -> int:
-    """The line of the first key or value that is this text, or else has it in it; 0: there is none."""
+    """The line of the first key or value that equals this text, or else contains it; 0: there is none."""
     matches = [node for node in _scalars(root) if text and text in node.value]
     matches = [node for node in matches if node.value == text] or matches
     return matches[0].start_mark.line + 1 if matches else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the next class, and the measures for a class that is owed."""
+"""Chooses the next class, and decides the measures for a class that is owed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class LateError(BaseException):
-    """Raised inside a call that lasts too long. No `Exception`: an `except Exception` of that code must not keep it."""
+    """Raised inside a call that lasts too long. Not a subclass of `Exception`, so that an `except Exception` in that
+    code does not catch it."""
 
 
 class Limited:
@@ -44,7 +45,7 @@ class Limited:
         return now_s < self._until_s
 
     def call(self, function: Callable[[], T], now_s: float) -> T:
-        """What `function` returns. Raises what it raises, or LateError."""
+        """Call `function`; returns its result. Raises its errors, or LateError."""
         alarm = _Alarm()
         try:
             result = alarm.call(function)
@@ -78,7 +79,7 @@ class _Alarm:
             signal.signal(signal.SIGALRM, handler)
 
     def ran_s(self) -> float:
-        """Seconds since the beginning, without those in which the process stood still."""
+        """Seconds since the call began, without the time in which the process stood still."""
         took_s = time.perf_counter() - self._begun_s
         if not self._works:
             return took_s

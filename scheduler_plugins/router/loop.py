@@ -72,8 +72,8 @@ class _Timer:
 class PatientLoop:
     """Part of an event loop: timers of at least `MOST_S` count the time in which the process ran.
 
-    After a standstill, loops run timers before they read sockets: each deadline would act on what it had not seen. Here
-    a deadline gets back the time of the standstill, and looks once more (`CATCH_UP_S`) before it acts. As all timers
+    After a standstill, loops run timers before they read sockets, so a deadline would ignore data that has already
+    come. Here a deadline is extended by the time of the standstill, plus `CATCH_UP_S` to read that data. As all timers
     are made by the loop, this holds for those of asyncio, of aiohttp and of TLS handshakes as well.
     """
 

@@ -103,7 +103,8 @@ class RecentHistory:
             self._tpot.add(numbers[1])
 
     def moved(self, now_s: float, moved: Moved) -> None:
-        """An engine has moved this until now. The part before the present period counts in the one before."""
+        """Add KV that an engine has moved until now. The part before the present period counts in the previous
+        period."""
         self._go_on(now_s)
         inside = now_s - self._open.number * BEAT_S
         part = min(1.0, inside / moved.seconds) if moved.seconds > 0 else 1.0

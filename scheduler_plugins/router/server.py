@@ -48,8 +48,8 @@ class RouterServer:
 
         Args:
             settings: the file that `config` came from, which is watched; None: there is no file.
-            place: of this process among the workers of the router, which listen on the same port; None: the router is
-                one process.
+            place: place of this process among the workers of the router, which listen on the same port; None: the
+                router is one process.
         """
         self.config = config
         self.app = create_app(config, settings, place)
@@ -164,8 +164,8 @@ async def serve(config: RouterConfig, settings: SettingsFile | None = None) -> N
 
 
 def on_signals() -> asyncio.Event:
-    """An event that is set once SIGINT, SIGTERM or SIGHUP has come. The last would else cut all streams; `nohup` has it
-    ignored."""
+    """An event that is set once SIGINT, SIGTERM or SIGHUP has come. SIGHUP would otherwise cut all streams; under
+    `nohup` it is ignored."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     for number in (signal.SIGINT, signal.SIGTERM, *hangup):

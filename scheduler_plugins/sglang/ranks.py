@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank decides which requests a step starts, and tells the other ranks.
+"""One rank decides which requests a step starts, and sends the decision to the other ranks.
 
 Every tensor-parallel rank of SGLang runs a scheduler of its own, and all schedulers must put the same requests into the
 same step. If a rank chooses another request, it computes another shape, and the next collective operation never ends.

@@ -153,9 +153,10 @@ def read(path: Path, kind: type[T]) -> tuple[T, YamlText]:
     """
     yaml: Any = import_module("yaml")
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
         if len(raw) > MOST_BYTES:
-            raise FleetError(f"{path}: {len(raw):,} bytes; at most {MOST_BYTES:,} are read")
+            raise FleetError(f"{path}: has more bytes than are read, at most {MOST_BYTES:,}")
         aliases = [token for token in yaml.scan(raw) if isinstance(token, yaml.AliasToken)]
         if aliases:
             line = aliases[0].start_mark.line + 1

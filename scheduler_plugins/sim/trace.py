@@ -87,15 +87,17 @@ def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
                 if limit is not None and len(requests) >= limit:
                     break
                 at = datetime.fromisoformat(row["TIMESTAMP"]).replace(tzinfo=UTC)
-                tokens = max(1, int(row["ContextTokens"]))
+                tokens, more = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                if min(tokens, more) < 0:
+                    raise ValueError("tokens below 0")
                 requests.append(
                     Waiting(
                         id=str(n - 2),
-                        tokens=tokens,
+                        tokens=max(1, tokens),
                         block_hashes=(),
                         arrival_s=at.timestamp(),
-                        max_tokens=max(1, int(row["GeneratedTokens"])),
-                        priority=tokens,
+                        max_tokens=max(1, more),
+                        priority=max(1, tokens),
                     )
                 )
     except (KeyError, TypeError, ValueError) as error:

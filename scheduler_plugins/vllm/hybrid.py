@@ -139,7 +139,7 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Whether a token's output can depend on other tokens: modules that keep KV or a state."""
+    """Whether a module's output for a token can depend on other tokens. True for modules that keep KV or a state."""
     return any(hasattr(module, name) for name in ("kv_cache", "attn_backend", "kv_cache_dtype"))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
-from support.printed import ROOT, Block, blocks, commands, words
+from support.printed import OF_TESTS, ROOT, Block, blocks, commands, words
 
 from pd_connector.pool.settings import SHM_VARIABLE
 from pd_connector.tools.launch import Family
@@ -28,8 +28,6 @@ NODE = Path("/sys/devices/system/node/node0/meminfo")
 # A quarter is taken by other programs.
 MEMINFO = {"MemTotal": 16, "MemFree": 12, "Active(file)": 0, "Inactive(file)": 0, "SReclaimable": 0}
 SERVERS = (["vllm", "serve"], ["pd-router"])
-OF_TESTS = re.compile(r"VLLM|PD_|OMP|HF_|TORCH|VIRTUAL_ENV|PYTHON")
-"""Variables that a stranger's shell does not have."""
 RUN = """
 set -e
 mount --bind meminfo {node}

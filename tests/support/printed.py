@@ -13,6 +13,8 @@ _HEADING = re.compile(r"#+ (.*)")
 _FENCE = re.compile(r" *```(\w*)")
 _HERE = re.compile(r"<<'?(\w+)'?")
 SHELLS = ("sh", "bash")
+OF_TESTS = re.compile(r"VLLM|PD_|OMP|HF_|TORCH|VIRTUAL_ENV|PYTHON")
+"""Variables that a stranger's shell does not have."""
 
 
 class Block(NamedTuple):

@@ -74,8 +74,8 @@ class Auditor:
             self._conclude(doubtful[0]._replace(cause=Cause.ABORTED, detail=detail), now)
 
     def tick(self, now: float) -> None:
-        """Conclude differences whose pages were not taken back. End sessions with distrusted producers, after the last
-        messages in them."""
+        """Decide about differences whose pages were not taken back. End sessions with distrusted producers, after the
+        last messages in them."""
         for request, (finished, step) in list(self._doubtful.items()):
             if self._steps.handled >= step + 2:
                 del self._doubtful[request]
@@ -144,7 +144,7 @@ class Auditor:
         self._report(finished)
 
     def _more(self, finished: Finished, comparison: Comparison) -> Finished:
-        """If KV can also come by a path that has not passed, the next prompt is audited, too: report that."""
+        """Report that the next prompt is audited, too, if KV can also come by a path that has not passed an audit."""
         for producer in comparison.counterparts:
             if path := self._consumer.unaudited(producer.source, comparison.adapter):
                 detail = f"KV can come by another path ({path}): the next prompt is audited, too"

@@ -50,8 +50,8 @@ class ConsumerCommands:
         """Carry out a command, at once or when the addresses of its producers are known.
 
         Args:
-            fence: pages of a `Load` are filled after the device's work before it. That work may still write them for the
-                request that had them before.
+            fence: pages of a `Load` are filled after the device's work before this event. That work may still write the
+                pages for their previous request.
         """
         self._run(self._names.put(command, fence, now), now)
 

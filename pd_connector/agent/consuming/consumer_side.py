@@ -51,7 +51,7 @@ class ConsumerSide:
     """Used by the agent's thread only.
 
     Args:
-        shards: of all ranks of this engine, this one included.
+        shards: shards of all ranks of this engine, this one included.
         gate: passed before pages are written. The engine's thread shuts it for requests whose pages must not be written.
         report: takes the end of every load and watched hold.
     """
@@ -124,8 +124,8 @@ class ConsumerSide:
 
     @property
     def unhurried(self) -> bool:
-        """Whether messages of producers can wait for a moment: no chunk is on its way, and the last messages were answers
-        to heartbeats."""
+        """Whether reading messages of producers can be delayed: no chunk is on its way, and the last messages were
+        answers to heartbeats."""
         return self._keeper.only_pulses and not self._pool.held
 
     @property

@@ -35,8 +35,8 @@ class Dialler:
         self._codecs = list(permitted(config.codec, config.codec_max_error))
 
     def dial(self, source: Source) -> Connection:
-        """Connect and say `Hello`. An engine that does not know its weights yet says so: it is refused, and can then tell the
-        producer that it does not want its pages.
+        """Connect and send `Hello`. It is also sent while this engine does not know its weights yet. The producer then
+        refuses the session, but over the connection this engine can still cancel its transfers.
 
         Raises RefusedError if the address is not allowed, or cannot be dialled.
         """
@@ -111,7 +111,7 @@ class Dialler:
         )
 
     def _plain(self, welcome: messages.Welcome, routes: tuple[Route, ...]) -> tuple[Route, ...]:
-        """The same routes in `raw`, if this side can choose between both; otherwise none."""
+        """The same routes with codec `raw`, if this side can choose between the two codecs; otherwise empty."""
         if self._config.codec != "auto" or not welcome.plain:
             return ()
         plain = check_welcome(welcome, self._identity, self._cache.geometry, [RAW.name])

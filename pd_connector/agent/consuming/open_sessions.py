@@ -31,7 +31,7 @@ _TRANSFERS_PER_HEARTBEAT = 256
 
 
 class OpenSessions:
-    """The sessions by producer. Used by the agent's thread only.
+    """A consumer's sessions, keyed by producer. Used by the agent's thread only.
 
     One epoll watches all sockets. ZeroMQ's descriptors signal changes, but not messages that are left to read. So a socket
     must be read again after every use (`ready`).
@@ -108,10 +108,10 @@ class OpenSessions:
         return self._sessions.get(session.source) is session
 
     def dial(self, source: Source, addresses: int, now: float) -> None:
-        """Open a session, if there is none: now, or when fewer sessions are being opened.
+        """Open a session, if there is none: now, or later if too many sessions are being opened.
 
         Args:
-            addresses: number of addresses of the transfer that needs it.
+            addresses: number of producer addresses of the transfer that needs the session.
 
         Raises RefusedError if the address is not allowed, or cannot be dialled.
         """
@@ -132,8 +132,8 @@ class OpenSessions:
             self._epoll.register(descriptor, select.EPOLLIN)
 
     def next_queued(self, now: float) -> tuple[Source, int] | None:
-        """Take the next producer to dial from the queue, with its number of addresses: 0 if it has waited too long. None
-        if no producer can be dialled now."""
+        """Take the next producer to dial from the queue. Returns it with its transfer's number of addresses, 0 if it
+        has waited too long; None if no producer can be dialled now."""
         for many, queue in enumerate(self._queues):
             if queue:
                 source, deadline = next(iter(queue.items()))
@@ -167,12 +167,12 @@ class OpenSessions:
         *,
         hurried: bool,
     ) -> None:
-        """Send every producer a heartbeat with its transfers, also if it has none.
+        """Send every producer a heartbeat that lists its transfers; also a producer without transfers.
 
         Args:
             transfers_of: returns a producer's transfers; the same object until they change.
             next_s: seconds until the next call.
-            hurried: read the answers, and other messages, before `_ANSWERS_S`.
+            hurried: whether to read answers and other messages at once instead of after `_ANSWERS_S`.
         """
         self._awaiting, self._unanswered = [], 0
         for session in self._sessions.values():
@@ -231,7 +231,7 @@ class OpenSessions:
         return messages_
 
     def heard(self, session: OpenSession, now: float) -> None:
-        """A message of the producer has come. Before `Welcome` it does not move the deadline."""
+        """Note a message of the producer: it moves the session's deadline, except before `Welcome`."""
         self._unheard.pop(session.source, None)
         if session.path is not None:
             session.deadline = math.inf
@@ -245,11 +245,12 @@ class OpenSessions:
                 self.look_again(session)
 
     def due(self, now: float) -> list[OpenSession]:
-        """The sessions whose deadline has passed. It may have moved since it was set. `look_again` must follow."""
+        """The sessions whose timer has passed. Their deadline may have moved meanwhile: the caller must call
+        `look_again`."""
         return [self._sessions[source] for source in self._deadlines.due(now)]
 
     def look_again(self, session: OpenSession) -> None:
-        """Set the session's deadline: it is lost then, or has been idle for too long."""
+        """Set the timer for the session's next deadline: loss without messages, or idle for too long."""
         at = session.deadline
         if session.path is not None:
             idle = session.last_wanted + self._config.idle_timeout_s

@@ -68,8 +68,8 @@ class OutageWatch:
 
 
 def named_for_what_it_is(host: str, cause: Cause, detail: str) -> str:
-    """The detail of a failed session, with its reason if the producer was not reached: this process has too many open files
-    (libzmq reports that as a refused connection), or the address is this machine's own."""
+    """The error detail of a failed session. If the producer was not reached, a likely reason is added: too many open
+    files in this process (libzmq reports that as a refused connection), or an address that is this machine's own."""
     if cause is not Cause.UNREACHABLE:
         return detail
     if full := no_more_files():

@@ -43,7 +43,7 @@ Key = tuple[Source, int]
 
 class ChunkPages(Destination):
     """The pages of one chunk. They are written only while its load waits for it, and only while its
-    request's gate is open: an engine that wants them back waits for one record at most."""
+    request's gate is open. An engine that takes the pages back waits for one record at most."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ReceivePipeline:
     """Brings chunks into pages. Used by the agent's thread only.
 
     Args:
-        codecs: this engine uses only KV that has passed in one of these codecs.
+        codecs: the codecs that this engine accepts; KV in another codec is not used.
 
     How a chunk gets into pages, by the type of `IncomingChunk.payload`:
 
@@ -116,15 +116,15 @@ class ReceivePipeline:
         self._states: dict[str, list[tuple[IncomingChunk, memoryview]]] = {}
 
     def fill_after(self, load: Load, fence: Any) -> None:
-        """Fill the load's pages only after the device's work before `fence`: that work may still write them for the
-        request that had them before. What the load will not fill of its pages is cleared."""
+        """Fill the load's pages only after the device's work before `fence`, which may still write them for their
+        previous request. Bytes of these pages that the load will not fill are cleared."""
         self._loads.setdefault(load.transfer, (load.request, fence))
         if not load.compares:
             with contextlib.suppress(RevokedError), self._gate.touching(load.request):
                 self._cache.clear(load.pages, load.first_token, load.stop_token, fence)
 
     def forget(self, request: str) -> None:
-        """Forget what `fill_after` said of this request, and the states that were kept for it."""
+        """Drop this request's fence (`fill_after`) and the states that were kept for it."""
         self._states.pop(request, None)
         self._loads = {t: load for t, load in self._loads.items() if load[0] != request}
 
@@ -152,7 +152,7 @@ class ReceivePipeline:
         return None
 
     def end_read(self, slot: int) -> list[tuple[Source, messages.Taken]]:
-        """The chunk that was left for this landing slot has been read, or is not wanted. Returns the messages for its
+        """End the read for this landing slot: the chunk was read, or is not needed. Returns the messages for its
         producer."""
         keys = [key for key in self._reading if key[1] == slot]
         return [(key[0], messages.Taken(self._reading.pop(key))) for key in keys]
@@ -229,8 +229,8 @@ class ReceivePipeline:
         return self._cache.last_checksum or _checksum(payload), distances
 
     def _keep_state(self, chunk: IncomingChunk, payload: Payload) -> bytes:
-        """Copy a chunk of a state out of its landing slot, which is lent again at once; returns the checksum of the
-        copy."""
+        """Copy a chunk of a state out of its landing slot, so that the slot can be granted again at once. Returns the
+        copy's checksum."""
         if isinstance(payload, memoryview):
             memory = memoryview(np.frombuffer(payload, np.uint8).copy().data)
         else:
@@ -241,7 +241,7 @@ class ReceivePipeline:
         return checksum_of(memory)
 
     def place_states(self, request: str) -> None:
-        """Write all states of a load into their pages: the rest of it is verified.
+        """Write all states of a load into their pages, after its other chunks were verified.
 
         Raises:
             RevokedError: the request was dropped. No page has been written.
@@ -260,7 +260,7 @@ class ReceivePipeline:
         compared or summed when it is complete.
 
         Args:
-            awaited: says whether the chunk can still be written into these pages (`Landings.awaits`).
+            awaited: returns whether the load still waits for the chunk (`Landings.awaits`).
         """
         if chunk.comparison is not None or chunk.header.checksum:
             return None
@@ -273,7 +273,7 @@ class ReceivePipeline:
         return ChunkPages(chunk, pieces, self._gate, awaited)
 
     def _pull(self, chunk: IncomingChunk, payload: Pieces, path: ReceivePath) -> bytes:
-        """Copy a chunk from the producer's pages into its own; returns the checksum of its own pages.
+        """Copy a chunk from the producer's pages into this engine's pages; returns the checksum of the latter.
 
         Raises TransportError if it cannot be copied.
         """

@@ -35,8 +35,8 @@ class SessionKeeper:
     """Used by the agent's thread only.
 
     Args:
-        sessions: those that exist; sessions are added and ended here only.
-        act: carries out what the state machine wants done.
+        sessions: the open sessions. Only this object adds and ends them.
+        act: carries out the state machine's actions.
         read: fetches a chunk that a producer left to be read.
     """
 
@@ -197,7 +197,8 @@ class SessionKeeper:
 
     @property
     def _heartbeat_interval_s(self) -> float:
-        """Seconds between heartbeats: more with many sessions, but not so many that a producer's leases end between them."""
+        """Seconds between heartbeats. The interval grows with the number of sessions, but stays short enough to keep
+        leases alive."""
         heartbeat_s = self._config.heartbeat_s
         stretched = heartbeat_s * max(1.0, len(self._sessions) / _SESSIONS_PER_HEARTBEAT)
         return min(stretched, max(_SOONEST_S, self._sessions.patience_s * _LATEST))

@@ -135,7 +135,8 @@ class ConsumerSessions:
         )
 
     def fitting(self, sender: bytes, message: messages.Message) -> messages.Message:
-        """A message as this consumer can decode it: with a first draft only if it needs drafts."""
+        """The message in a form that this consumer can decode: the first draft is left out unless
+        the consumer needs drafts."""
         session = self._sessions.get(sender)
         if not isinstance(message, messages.Accept) or message.final_token is None:
             return message

@@ -68,8 +68,8 @@ class Unfinished:
             self._waiting[transfer] = others
 
     def take_due(self, at_once: Container[str]) -> Iterator[_Waiting]:
-        """Take the commands that need not wait any more, and all commands of the transfers `at_once`. Carry out each before
-        the next is taken."""
+        """Yield the commands that need not wait any more, and all commands of the transfers `at_once`. The caller must
+        carry out each command before it takes the next."""
         for transfer, commands in list(self._waiting.items()):
             while commands and (transfer in at_once or self._due(*commands[0])):
                 yield commands.popleft()
@@ -81,7 +81,7 @@ class ProducerCommands:
     """Used by the agent's thread only.
 
     Args:
-        gate: the engine's thread shuts it for requests that take their pages back; it is opened here.
+        gate: the engine's thread shuts it for requests whose pages it takes back; it is opened here.
         cache: its device is the engine's.
         act: carries out the state machine's actions.
     """
@@ -117,8 +117,8 @@ class ProducerCommands:
         """Carry out a command. An error ends only the command's transfer.
 
         Args:
-            fence: the device's work before it computes the pages of an `Offer` or `Computed`. The command waits until this
-                work is done.
+            fence: an event on the device, behind the work that computes the pages of an `Offer` or `Computed`. The
+                command waits until this event has happened.
         """
         with self._confined(command):
             if self._kept(command, fence, now):
@@ -160,8 +160,8 @@ class ProducerCommands:
         return self._reported_before(command) or self._cache.happened(fence)
 
     def _reported_before(self, command: Offer | Computed) -> bool:
-        """Whether an offer has no more computed tokens than were reported before. If so, its fence belongs to a later step,
-        which may have just begun."""
+        """Whether all computed tokens of an offer were reported before. If so, the offer need not wait for its own
+        fence, which belongs to a later step."""
         is_offer = isinstance(command, Offer)
         return is_offer and command.tokens <= self._send_pipeline.computed(command.request)
 

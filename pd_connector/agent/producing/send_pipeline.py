@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An outgoing chunk, from the state machine that chose it to the transport, until the consumer has it.
 
-`ChunkSender` asks the state machine for chunks, and reports to it how each one ended. `SendPipeline` brings the bytes
-on their way. `ChunksInFlight` keeps the chunks that are under way. All three pass one record on: `OutgoingChunk`.
+`ChunkSender` takes chunks from the state machine, and reports to it how each chunk ended. `SendPipeline` sends the
+bytes. `ChunksInFlight` keeps the chunks that are under way. All three pass one record on: `OutgoingChunk`.
 """
 
 import itertools
@@ -49,7 +49,7 @@ class ChunksInFlight:
     """The chunks of a producer that were posted and have not ended.
 
     Args:
-        stall_timeout_s: a session is stuck after this time, in seconds, without a chunk that arrives.
+        stall_timeout_s: a session without an arriving chunk for this time, in seconds, is stuck.
     """
 
     def __init__(self, stall_timeout_s: float) -> None:
@@ -89,7 +89,7 @@ class ChunksInFlight:
         return chunk is not None and chunk.session == session
 
     def unread_by(self, session: bytes) -> list[Key]:
-        """The chunks that were left for the session and that it has not read."""
+        """The chunks that were left for the session to read and that it has not read yet."""
         return [
             key for key, chunk in self.chunks.items() if chunk.session == session and key[0] == LEFT
         ]
@@ -189,7 +189,7 @@ class SendPipeline:
         self._computed.pop(request, None)
 
     def post(self, chunk: OutgoingChunk, path: SendPath, now: float) -> messages.Message | None:
-        """Set a chunk on its way, by the first way that fits (`SendPipeline`). Fills in the second part of its record.
+        """Send a chunk by the first way that fits (table at `SendPipeline`). Fills in the second part of its record.
 
         Returns:
             The message that tells the consumer where to read the chunk; None if the chunk is written to it.
@@ -224,7 +224,7 @@ class SendPipeline:
 
     @property
     def begins_early(self) -> bool:
-        """Whether a chunk can be gathered while the one before is posted."""
+        """Whether a chunk can be gathered while the preceding chunk is posted."""
         return not self._cache.on_host and len(self._free_slots) > 1
 
     def post_next(self, chunk: OutgoingChunk, path: SendPath) -> None:
@@ -269,7 +269,7 @@ class SendPipeline:
         return pieces if len(pieces.addresses) <= messages.MAX_PIECES else None
 
     def _in_place(self, chunk: OutgoingChunk, path: SendPath) -> memoryview | None:
-        """The chunk's pages, if the transport can write the chunk from there."""
+        """The chunk's pages, if the transport can write the chunk straight from them; otherwise None."""
         if path.read or not path.transport.copies:
             return None
         return self._cache.in_place(chunk.route, chunk.planned, chunk.pages)
@@ -280,8 +280,8 @@ class SendPipeline:
         """Bring a chunk into a free send slot; returns the payload there. If the chunk was sealed, and not gathered,
         also returns the function that starts its write.
 
-        It is never gathered straight into the landing slot: a producer that was given up may still
-        write there, and the checksum would certify its bytes.
+        A chunk is never gathered straight into the landing slot: a producer that was given up can still write there,
+        and the checksum would certify that producer's bytes.
         """
         chunk.send_slot = (
             self._free_slots.pop()
@@ -379,7 +379,8 @@ class SendPipeline:
 
 
 class ChunkSender:
-    """Sends what the state machine of a producer chooses, and reports how it ended. Used by the agent's thread only.
+    """Sends the chunks that a producer's state machine chooses, and reports how each ended. Used by the agent's thread
+    only.
 
     Args:
         say: sends a message to a consumer.

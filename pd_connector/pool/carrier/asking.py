@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's way to the carrier of its host. Without a carrier, or while it is silent, nothing waits for it."""
+"""An engine's connection to the carrier of its host. Without a carrier, or while it is silent, no request waits for
+it."""
 
 import contextlib
 import os
@@ -58,7 +59,7 @@ class CarrierLink:
     """Any thread may use it. Connections are made when they are needed.
 
     Args:
-        folder: of the memory tier.
+        folder: the memory tier's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,14 +119,14 @@ class CarrierLink:
             self._give_back(channel)
 
     def status(self, within_s: float = 2.0) -> Status | None:
-        """How the carrier is; None without one, or if it does not answer in time."""
+        """The carrier's status; None without a carrier, or if it does not answer in time."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             answer = self._request(Ask(), within_s, within_s)
             return answer if isinstance(answer, Status) else None
         return None
 
     def check(self, key: bytes, *, removes: bool) -> Checked:
-        """Have a chunk of the far store read and checked, for people.
+        """Have a chunk of the far store read and checked, for `pd-connector` commands.
 
         Args:
             removes: remove it there if it is damaged.
@@ -137,8 +138,8 @@ class CarrierLink:
         return answer if isinstance(answer, Checked) else Checked(0, silent="an answer to another")
 
     def far_page(self, after: int, within_s: float = 1.0) -> FarPage | None:
-        """A page of what the far store has, as far as this host's carrier knows; None without a carrier, or if it does not answer
-        in time."""
+        """A page of the far store's contents, as far as this host's carrier knows; None without a carrier, or if it
+        does not answer in time."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             answer = self._request(AskFar(after), within_s, within_s)
             return answer if isinstance(answer, FarPage) else None
@@ -156,7 +157,7 @@ class CarrierLink:
 
     @property
     def has_served(self) -> bool:
-        """Whether a carrier serves this host, or has: one that ended leaves its lock file."""
+        """Whether a carrier serves this host, or has served it: a carrier that has ended leaves its lock file."""
         return any(os.path.lexists(self._path / name) for name in (SOCKET, f"{SOCKET}.lock"))
 
     @property
@@ -247,7 +248,8 @@ class CarrierLink:
 
 
 def _is_over(channel: socket.socket) -> bool:
-    """Whether the other side has hung up: nothing is ever sent that was not asked for."""
+    """Whether the carrier has closed the connection. It only sends answers, so readable data without a request means
+    that."""
     channel.setblocking(False)
     try:
         channel.recv(1, socket.MSG_PEEK)

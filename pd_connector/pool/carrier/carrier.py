@@ -3,8 +3,8 @@
 
 | thread | what it does |
 |---|---|
-| `pd-carrier-put` | follows the pool's journal, and puts what is new; a parent before its child |
-| `pd-carrier-move` | brings what engines ask for into the pool, each chunk once for all engines that wait |
+| `pd-carrier-put` | follows the pool's journal, and puts new chunks into the far store; a parent before its child |
+| `pd-carrier-move` | brings requested chunks into the pool, each chunk once for all engines that wait |
 | of `server.py` | answer engines |
 
 Each has a far client of its own, so a look-up does not wait for a chunk on its way.
@@ -66,12 +66,12 @@ class Carrier:
     """Any thread may call it.
 
     Attributes:
-        journal: what it has put or found, for routers.
+        journal: the chunks that it has put or seen in the far store, for routers.
 
     Args:
-        store: of this host.
-        address: of the far store, checked by `far_address`.
-        most_bytes: of an object of the far store.
+        store: this host's store.
+        address: the far store's address, checked by `far_address`.
+        most_bytes: largest size of an object of the far store.
         deadline_s: the longest wait for one answer of the far store.
         python: the Python whose environment has the far store's client; empty: this one.
     """
@@ -259,7 +259,7 @@ class Carrier:
     # Putting
 
     def _follow(self) -> None:
-        """One turn: read what is new in the journal, and put what waits."""
+        """One turn: read new events of the journal, and put waiting chunks."""
         if self._ends.wait(_FOLLOWS_S):
             return
         if (count := sum(client.opened for client in self._clients)) > self._opened:
@@ -282,7 +282,7 @@ class Carrier:
                 self._tried(chunks)
 
     def _look_for_losses(self, now_s: float) -> None:
-        """If the far store has lost objects, or is another one than before, what it lacks is put again."""
+        """If the far store has lost objects, or was replaced by another store, put the missing objects again."""
         with contextlib.suppress(SilentError):
             if self._puts.is_ready and self._markers.are_lost(now_s):
                 self._has_lost = True
@@ -299,7 +299,7 @@ class Carrier:
             self._begin_again()
 
     def _begin_again(self) -> None:
-        """The far store may have restarted, and have lost what it had: the whole journal is read again."""
+        """Read the whole journal again, because the far store may have restarted and lost its objects."""
         with self._lock:
             self._there.clear()
             self._refused.clear()
@@ -367,7 +367,7 @@ class Carrier:
         return list(chunks.values())
 
     def _with_parents(self, key: bytes) -> list[Chunk]:
-        """A chunk, and before it those of its chain that this host has and the far store may lack."""
+        """A chunk, preceded by the chunks of its chain that this host has and the far store may lack."""
         chain: list[Chunk] = []
         seen = {key}
         while chunk := next(self._store.chunks([key]), None):
@@ -379,7 +379,8 @@ class Carrier:
         return chain[::-1]
 
     def _put(self, chunks: Sequence[Chunk]) -> None:
-        """Put what the far store lacks of these. Raises SilentError; they go on waiting then."""
+        """Put those of these chunks that the far store lacks. Raises SilentError if it does not answer; the chunks keep
+        waiting then."""
         there = self._look(self._puts, [chunk.key for chunk in chunks])
         start = 0
         while start < len(chunks):
@@ -398,7 +399,8 @@ class Carrier:
             start = stop
 
     def _tried(self, chunks: Sequence[Chunk]) -> None:
-        """These were put or not: they wait no longer, and children do not have those tried again that were not."""
+        """Take these chunks off the waiting list. Those that the far store did not take are noted, so that their
+        children do not have them tried again."""
         with self._lock:
             for chunk in chunks:
                 self._waiting.pop(chunk.key, None)
@@ -560,7 +562,8 @@ class Carrier:
 
 
 def _batches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Runs of objects that pass in one call each. A stranger can make objects large: memory must hold one of those at most."""
+    """Split objects into batches of one call each. A stranger can write large objects, so at most one large object is
+    in memory at a time."""
     first, nbytes = 0, 0
     for place, size in enumerate(sizes):
         if place > first and nbytes + size > _GET_BYTES:

@@ -56,7 +56,8 @@ _requests = msgspec.msgpack.Decoder(Open | Call)
 
 
 class _Shared:
-    """The memory that is shared with the carrier. It stays mapped from call to call: each new mapping is filled page by page."""
+    """The memory that is shared with the carrier. It stays mapped between calls, because a new mapping is slow: the
+    kernel fills it page by page."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

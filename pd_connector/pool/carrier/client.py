@@ -39,13 +39,13 @@ class FarClient:
     """One child, and calls to it. Any thread may call; calls wait for each other.
 
     Attributes:
-        problem: why no calls can be made; empty while they can.
-        since_s: Unix time since when calls can be made, or cannot.
+        problem: why no calls can be made; empty if they can be made.
+        since_s: Unix time of the last change between the two.
 
     Args:
-        name: of what it is for, in logs.
-        address: of the store.
-        deadline_s: of a call that moves no bytes.
+        name: its purpose, for logs.
+        address: the store's address.
+        deadline_s: longest duration of a call that moves no bytes.
         python: the Python that runs the child; empty: this one.
     """
 
@@ -76,7 +76,7 @@ class FarClient:
 
     @property
     def errors(self) -> int:
-        """How often the thread that keeps the child has failed, and gone on."""
+        """Number of errors of the thread that keeps the child. It continues after each."""
         return self._keeper.errors
 
     def has(self, names: Sequence[str]) -> list[int]:
@@ -95,7 +95,8 @@ class FarClient:
         """Read objects of these sizes.
 
         Args:
-            take: is called with the place of each object that was read, and its bytes. Others may write there.
+            take: called for each object that was read, with its index and its bytes. Another process can still change
+                the bytes.
 
         Raises:
             SilentError: the store does not answer.
@@ -117,7 +118,7 @@ class FarClient:
         """Write objects of these sizes. Returns which were taken.
 
         Args:
-            fill: writes the object of a place.
+            fill: called with an object's index and a buffer; writes the object there.
 
         Raises:
             SilentError: the store does not answer.
@@ -142,8 +143,8 @@ class FarClient:
 
     @contextlib.contextmanager
     def _memory_of(self, nbytes: int) -> Iterator[memoryview]:
-        """The shared memory for a call. What a large one took is given back. Raises SilentError: there is no child, and after
-        `close` no memory either."""
+        """The shared memory for a call. Large memory is freed after the call. Raises SilentError if there is no child,
+        also after `close`."""
         if self._ready is None:
             raise SilentError(self.problem)
         if self._memory is None or nbytes > len(self._memory):
@@ -176,7 +177,7 @@ class FarClient:
         return answer.values or [0] * len(names)
 
     def _break(self, problem: str) -> NoReturn:
-        """The child is killed: what it does to its memory later must not meet the next call."""
+        """Kill the child, and drop its memory: late writes of the child must not reach the next call."""
         self._set(None, problem)
         self.killed += 1
         self._broken.set()

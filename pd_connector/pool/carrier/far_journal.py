@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a carrier has put into the far store or found there, in pages like those of a host's journal, for routers.
+"""The chunks that a carrier has put into the far store or seen there, in pages like those of a host's journal, for
+routers.
 
-All carriers of a far store name it by one id, the mark: an object that the first of them puts. If the store restarts and loses what
-it had, the mark goes with it. A new one is put then, and each journal begins again, empty.
+All carriers of a far store name it by one id, the mark: an object that the first carrier puts. If the store restarts
+and loses its objects, it loses the mark, too. A carrier then puts a new mark, and each journal begins again, empty.
 """
 
 import secrets
@@ -53,7 +54,7 @@ class FarJournal:
                 self._renumber()
 
     def is_of(self, far: str) -> bool:
-        """The far store has this id. Returns whether it is another one than before: what it had is gone then."""
+        """Note the far store's id. Returns whether the id has changed: the store's earlier objects are gone then."""
         with self._lock:
             before, self.far = self.far, far
             if before and before != far:
@@ -65,7 +66,7 @@ class FarJournal:
         """What has changed since an earlier page.
 
         Args:
-            after: `next` of the page before. If it is of another journal, the whole begins again.
+            after: `next` of the previous page. If that page was of another journal, the whole journal begins again.
         """
         with self._lock:
             whole = not self._first <= after <= self._first + len(self._log)
@@ -83,7 +84,7 @@ class FarJournal:
         self._first = (1 + secrets.randbelow(1 << 22)) * _FIRST
 
     def _renumber(self) -> None:
-        """Begin again, with what is there. Readers notice by their numbers."""
+        """Give the present chunks new numbers, by which readers notice that the journal has begun again."""
         self._begin()
         self._there = OrderedDict((key, True) for key, there in self._there.items() if there)
         self._log = list(self._there)
@@ -91,11 +92,11 @@ class FarJournal:
 
 
 def read_mark(client: FarClient, seal: Seal) -> str:
-    """The id of a far store; one is put if there is none.
+    """The id of a far store; puts a new id if there is none.
 
     Returns:
-        An id that was read from the store: a `put` may not overwrite. Empty while the store does not take a mark, or does not give
-        the one that it lists.
+        An id that was read from the store: a `put` may not overwrite. Empty while the store does not take a mark, or
+        lists a mark but does not return it.
 
     Raises:
         SilentError: the far store does not answer.

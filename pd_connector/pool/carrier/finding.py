@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds how many chunks of a chain a far store has, without asking for each. Pure.
 
-A chunk is put after its parent, and an LRU forgets the end of a chain first. So the chunks that are there are mostly the first
-ones, and their end is found by doubling steps, then by cutting what is between. Where a chunk in between is missing, the load
+A chunk is put after its parent, and an LRU forgets the end of a chain first. So a store usually has the first chunks of
+a chain. Their end is found by doubling steps, then by bisection. If an earlier chunk is missing after all, the load
 ends there."""
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ _CUTS = 15
 
 
 def gallop(chunks: int, sizes_of: Callable[[Sequence[int]], Sequence[int]]) -> list[int]:
-    """The bytes of each of the first chunks, up to the first that is missing.
+    """The bytes of each of the first chunks, up to the first missing chunk.
 
     Args:
-        chunks: of the chain.
-        sizes_of: bytes of the chunks at these places, which ascend; 0 for those that are not there. A chunk that was not asked
-            for counts as large as the one before it that was.
+        chunks: chunks of the chain.
+        sizes_of: returns the bytes of the chunks at these ascending places; 0 for a missing chunk. A chunk that was not
+            queried counts as large as the last queried chunk before it.
     """
     hits: dict[int, int] = {}
     first_missing, places = chunks, _doubling(chunks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that go on after an error nobody has thought of: a carrier has one thread of each kind, and works only with all of them."""
+"""Threads that continue after an unexpected error: a carrier has one thread of each kind, and needs all of them."""
 
 import logging
 import threading

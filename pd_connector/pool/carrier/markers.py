@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small objects by which a carrier notices that a far store was emptied, or has lost a part: clients connect again by themselves."""
+"""Small objects by which a carrier notices that a far store was emptied or has lost a part. A client does not report
+this: it just connects again."""
 
 import contextlib
 
@@ -17,7 +18,7 @@ class Markers:
     """The markers of one host. Used by one thread.
 
     Args:
-        host: tells this host's markers from others'.
+        host: a name that distinguishes this host's markers from those of other hosts.
     """
 
     def __init__(self, seal: Seal, host: str, client: FarClient) -> None:
@@ -28,7 +29,7 @@ class Markers:
         self._looks_at_s = 0.0
 
     def are_lost(self, now_s: float) -> bool:
-        """Whether markers are gone that were there. Those that are not there are put. Raises SilentError."""
+        """Whether the store has lost markers since the last look. Puts all missing markers. Raises SilentError."""
         if now_s < self._looks_at_s:
             return False
         self._looks_at_s = now_s + _LOOKS_S

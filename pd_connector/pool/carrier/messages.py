@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines ask of the carrier of their host, over a socket in the pool's folder. One message, one packet."""
+"""The messages between engines and the carrier of their host, over a socket in the pool's folder. One message, one
+packet."""
 
 import os
 import socket
@@ -81,7 +82,7 @@ class FarPage(msgspec.Struct, frozen=True, tag="page"):
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="check"):
-    """Is a chunk of the far store sound? It is read, and not kept here. Answered by `Checked`."""
+    """Read a chunk of the far store and verify it, without keeping it here. Answered by `Checked`."""
 
     key: Key
     remove: bool = False

@@ -68,7 +68,7 @@ class CarrierMetrics(Collector):
     """What a carrier has done, for a registry of prometheus_client.
 
     Args:
-        status: how the carrier is. Any thread may call it.
+        status: returns the carrier's status. Can be called by any thread.
     """
 
     def __init__(self, status: Callable[[], Status]) -> None:

@@ -159,7 +159,7 @@ def _listening(path: Path) -> tuple[SocketFolder, int, socket.socket]:
 
 
 def _ended(channel: socket.socket, future: "Future[Brought]") -> Brought:
-    """Wait for a chunk, and let the engine know all the while that somebody does."""
+    """Wait for a chunk, and send the engine a sign meanwhile that the carrier still works on it."""
     while not future.done():
         wait([future], BEAT_S)
         if not future.done():

@@ -2,8 +2,9 @@
 """The seam between a carrier and a store of several hosts.
 
 A far store keeps whole objects under opaque names. It promises neither time, nor order, nor keeping: it may lose, alter or invent
-objects, and strangers may write into it. So every object is sealed before it is put, and opened after it was read (`seal.py`).
-Calls may block: they are made in a process of their own, which is killed at its deadline (`pool/carrier/client.py`).
+objects, and strangers can write into it. So every object is sealed before it is put, and opened after it was read
+(`seal.py`). Calls may block: they are made in a process of their own, which is killed at its deadline
+(`pool/carrier/client.py`).
 
 Another package adds a store by an entry point of the group `pd_connector.far_stores`: its name is the scheme of the address, its
 object a subclass of `FarStore`.
@@ -30,20 +31,20 @@ class FarStore(ABC):
     @classmethod
     @abstractmethod
     def problem(cls, address: SplitResult) -> str:
-        """What is wrong with an address, and what to do; empty if nothing is. Opens no connection."""
+        """The error in an address, with advice; empty if there is none. Opens no connection."""
 
     @classmethod
     @abstractmethod
     def hosts(cls, address: SplitResult) -> list[str]:
-        """The hosts that it dials. Without a key all must be this machine's loopback."""
+        """The hosts that the client dials. Without a key all must be this machine's loopback."""
 
     @abstractmethod
     def __init__(self, address: SplitResult, deadline_s: float) -> None:
         """Open the client.
 
         Args:
-            address: for which `problem` has found nothing.
-            deadline_s: the longest wait for one answer of the store, if its client can be told.
+            address: a valid address (`problem` returned an empty text).
+            deadline_s: the longest wait for one answer of the store, if its client has such a setting.
 
         Raises:
             Exception: the store cannot be reached. The text is shown to people.
@@ -58,7 +59,7 @@ class FarStore(ABC):
         """Read objects.
 
         Args:
-            buffers: for each object, of its length as `has` has told.
+            buffers: one for each object, with the length that `has` returned.
 
         Returns:
             The bytes that were written to each buffer; 0 if the object is not there, or is longer than its buffer.
@@ -69,7 +70,8 @@ class FarStore(ABC):
 
     @abstractmethod
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        """Keep objects, in this order. Returns which were taken. What is there already may stay as it is.
+        """Store objects, in this order. Returns for each object whether it was stored. An existing object need not be
+        replaced.
 
         Raises:
             Exception: the store does not answer.

@@ -35,7 +35,7 @@ def command(python: str, module: str, *arguments: str) -> list[str]:
 
 
 def problem_there(python: str, address: str) -> str:
-    """What is wrong with an address, as the far store says in that Python; empty if nothing is.
+    """The error that the far store reports for an address in that Python; empty if there is none.
 
     Raises:
         ConfigError: that Python cannot be used.

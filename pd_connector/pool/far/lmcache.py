@@ -4,8 +4,9 @@
     lmcache:FILE       arguments of `lmcache server` that say how it stores, such as
                        --l1-size-gb 1 --eviction-policy LRU --l2-adapter '{"type": "fs", "base_path": "/mnt/kv"}'
 
-LMCache must be told how long an object is before it reads it, and all objects of one of its models are equally long. So an object
-is two of LMCache's: one of model `pd-connector` says how long it is, one of model `pd-connector-LENGTH` has it. Both pass L1.
+LMCache needs an object's length before it reads it, and all objects of one LMCache model have the same length. So an
+object is stored as two LMCache objects: the one of model `pd-connector` has the length, that of model
+`pd-connector-LENGTH` the bytes. Both pass L1.
 """
 
 import importlib.util
@@ -107,7 +108,8 @@ class LMCacheStore(FarStore):
         return time.monotonic() + self._deadline_s / 2 + sum(map(len, data)) / 20e6  # bytes/s
 
     def _read(self, keys: Sequence[Any], buffers: Sequence[memoryview]) -> list[bool]:
-        """Read objects that are as long as their buffers. Returns which were there. Raises TimeoutError."""
+        """Read objects that are as long as their buffers. Returns for each whether it was there. Raises
+        TimeoutError."""
         api, manager, until_s = self._api, self._manager, self._until_s(buffers)
         by_size, tasks, there = defaultdict[int, list[int]](list), [], [False] * len(keys)
         for place, buffer in enumerate(buffers):
@@ -131,7 +133,8 @@ class LMCacheStore(FarStore):
         return there
 
     def _write(self, keys: Sequence[Any], data: Sequence[Any]) -> list[bool]:
-        """Write objects into each tier, but for those that are False. Returns which were taken by one."""
+        """Write objects into each tier; False entries are skipped. Returns for each object whether some tier took
+        it."""
         manager, until_s, written = self._manager, self._until_s(filter(None, data)), list[Any]()
         self._stored.clear()
         for key, each in zip(keys, data, strict=True):

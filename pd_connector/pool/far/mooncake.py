@@ -34,7 +34,7 @@ _PREFIX = "pd:"
 
 
 class MooncakeStore(FarStore):
-    """Names become keys `pd:NAME`. What is there already is not overwritten: `put` answers as if it were."""
+    """Names become keys `pd:NAME`. Existing objects are not overwritten: `put` reports them as stored."""
 
     package = "mooncake-transfer-engine (on a CPU: mooncake-transfer-engine-non-cuda)"
     most_bytes = _BUFFER_BYTES // 2
@@ -113,7 +113,7 @@ def new_client(address: SplitResult, deadline_s: float, buffer_bytes: int) -> An
     """A client of Mooncake, which lends nothing so far.
 
     Args:
-        buffer_bytes: of memory through which objects pass.
+        buffer_bytes: bytes of memory through which objects pass.
 
     Raises:
         OSError: the master cannot be reached.

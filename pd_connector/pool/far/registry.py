@@ -108,7 +108,7 @@ def without_secret(text: str) -> str:
 
 
 def _main() -> None:
-    """Print what is wrong with the address on the standard input: `problem_there` runs this in another Python."""
+    """Print the error in the address that is given on standard input. `problem_there` runs this in another Python."""
     address = urlsplit(sys.stdin.read())
     print(far_class(address.scheme).problem(address))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seals what is put into a far store: a stranger's writes cause misses, and a stranger's reads tell sizes and times.
+"""Seals objects of a far store: a stranger's writes can only cause misses, and a stranger's reads show only sizes and
+times.
 
 An object's name is a keyed hash of its chunk's key. An object is `HEADER` and then blocks of 1 MiB, the last one shorter, each
 encrypted with AES-256-GCM under a key of the object's own, which is derived from its random salt. Each block is bound to the
@@ -53,7 +54,7 @@ class Seal:
     """Seals with the first key, and opens with each. Any thread may use it.
 
     Args:
-        keys: of 32 bytes; none: nothing is sealed.
+        keys: keys of 32 bytes; none: nothing is sealed.
     """
 
     def __init__(self, keys: tuple[bytes, ...] = ()) -> None:
@@ -72,7 +73,7 @@ class Seal:
         return bool(self._keys)
 
     def names(self, key: bytes) -> list[str]:
-        """The names under which a chunk can be; the first is that under which it is put."""
+        """The possible names of a chunk, one for each key. New objects get the first name."""
         if not self._keys:
             return [hashlib.blake2b(key, digest_size=32, person=b"pd-far-plain").hexdigest()]
         return [
@@ -90,9 +91,9 @@ class Seal:
 
         Args:
             name: from `names(...)[0]`.
-            nbytes: of its contents.
-            read: is called with a buffer and an offset, and fills the buffer with the contents from there on. A block is sealed
-                while a CPU's cache still has it.
+            nbytes: size of its contents.
+            read: called with a buffer and an offset; fills the buffer with the contents from there on. Called block by
+                block, so that a block is sealed while the CPU's cache still has it.
             out: `sealed_bytes(nbytes)` bytes.
         """
         blocks = _blocks(nbytes)
@@ -196,7 +197,7 @@ def _object_key(sealing: bytes, salt: bytes) -> bytes:
 
 
 def _bound(name: str, head: bytes) -> bytes:
-    """What each block is bound to, without its place: name, schema, count, length, key and salt."""
+    """The associated data of all blocks, without a block's place: name, schema, count, length, key and salt."""
     return name.encode() + head
 
 

@@ -3,10 +3,10 @@
 
 A piece has a client of its own, because the master drains all segments of a client at once. A recall has three steps:
 
-1. The master's drain job moves objects to other nodes. An object that is read, or that is asked for, stays: it has a lease.
-2. What has stayed is copied to other nodes. That needs no lease to end.
-3. The piece is unmounted. A read of it that is under way fails, and the next one finds the copy. What could not be copied is lost;
-   carriers put again what their hosts have.
+1. The master's drain job moves objects to other nodes. An object that was just read or queried stays, because it has a
+lease. 2. The remaining objects are copied to other nodes. A copy need not wait for the end of a lease. 3. The piece is
+   unmounted. A read of it that is under way fails, and the next read finds the copy. Objects without a copy are lost;
+   carriers put them again if their hosts have them.
 """
 
 import logging
@@ -67,14 +67,14 @@ def piece_bytes(memory: int) -> int:
 
 
 class Lender:
-    """One thread calls it, but for `hurry`.
+    """Used by one thread, except for `hurry`.
 
     Attributes:
-        recalls: how many there were.
-        recalled: what they have done, added up. Any thread may read both, and `nbytes`.
+        recalls: number of recalls so far.
+        recalled: sum of their results. Any thread may read these two and `nbytes`.
 
     Args:
-        address: of the store, checked by `far_address`.
+        address: address of the store, checked by `far_address`.
         piece: bytes of a piece, from `piece_bytes`.
         deadline_s: the longest wait for one answer of the master.
 
@@ -96,8 +96,8 @@ class Lender:
         return sum(piece.nbytes for piece in self._pieces)
 
     def hurry(self) -> None:
-        """End a recall at its next look at the master: what is still in the memory is lost. A signal's handler may call it: it
-        takes no lock."""
+        """End a recall when it next polls the master; objects that are still in the memory are lost. Can be called from
+        a signal handler: it takes no lock."""
         self._hurries = True
 
     def lend(self, nbytes: int) -> None:
@@ -122,7 +122,7 @@ class Lender:
         """Recall pieces until `nbytes` or less are lent.
 
         Args:
-            within_s: after which the memory is this host's, whatever is still in it.
+            within_s: after this time the memory is taken back, even if objects are still in it.
         """
         keep = nbytes // self._piece
         pieces, until_s = self._pieces[keep:], time.monotonic() + within_s
@@ -146,7 +146,8 @@ class Lender:
         return Recalled(freed, moved, copied, lost, "; ".join(filter(None, (problem, failed))))
 
     def _drain(self, pieces: Sequence[Piece], within_s: float) -> tuple[int, bool]:
-        """Have objects moved. Returns how many were, and whether those were all. Raises SilentMasterError."""
+        """Have the master move objects to other nodes. Returns the number of moved objects, and whether these were all.
+        Raises SilentMasterError."""
         number = self._master.start_drain([piece.name for piece in pieces])
         began_s = changed_s = time.monotonic()
         last: DrainJob | None = None
@@ -166,7 +167,8 @@ class Lender:
                 return job.succeeded_units, False
 
     def _copy(self, pieces: Sequence[Piece], until_s: float) -> tuple[int, int, str]:
-        """Copy what is only in these pieces. Returns how many objects were, how many were not, and why. Raises SilentMasterError."""
+        """Copy objects that are only in these pieces. Returns the number of copied objects, the number of failures, and
+        the reason. Raises SilentMasterError."""
         client, names = pieces[0].client, {piece.name for piece in pieces}
         segments = self._master.segments()
         own = {each.te_endpoint for each in segments if each.segment_name in names}
@@ -213,7 +215,8 @@ class Lender:
 
 
 def _unmount(pieces: Sequence[Piece], within_s: float) -> tuple[int, str]:
-    """Unmount all pieces at once: each waits for the master, which may be silent. Returns the bytes freed in time, and what failed."""
+    """Unmount all pieces in parallel, because each waits for the master, which may be silent. Returns the bytes freed
+    in time, and the errors."""
     answered: list[tuple[int, str]] = []
 
     def unmount(piece: Piece) -> None:

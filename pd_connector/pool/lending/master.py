@@ -62,9 +62,9 @@ class _Created(msgspec.Struct):
 
 class Master:
     """Args:
-    host: of the master.
-    port: of its HTTP server.
-    deadline_s: of a call.
+    host: host of the master.
+    port: port of its HTTP server.
+    deadline_s: longest duration of a call.
     """
 
     def __init__(self, host: str, port: int, deadline_s: float) -> None:

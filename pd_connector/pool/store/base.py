@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between the pool and what keeps its chunks.
+"""The interface between the pool and the stores that keep its chunks.
 
 A chunk is a set of parts, one from each rank of its writer, under one key. A store takes parts as opaque bytes: it knows their
 names and lengths, and neither header nor record. A chunk exists when all its parts are published; before that it cannot be found.
@@ -10,9 +10,9 @@ Loading     `brings_at_once`, `bring`, then `read` -> `Reading`: `take`, `into`,
 Keeping     `remove`, `journal`, `status`, `take_failures`, `close`
 Knowing     `keys`, `chunks`, `id`, `advertise`, `advertised`
 
-Every method may be called from any thread. Those of `Store` block for milliseconds at most, `status` for a second, those of
-`Writing` and `Reading` as long as file I/O takes. No lock is held across file I/O. A process that dies or is stopped, at any
-instruction, costs others saves, never look-ups or loads.
+Every method may be called from any thread. Methods of `Store` block for milliseconds at most, `status` for a second;
+methods of `Writing` and `Reading` as long as file I/O takes. No lock is held across file I/O. If a process dies or is
+stopped, at any instruction, other processes may fail to save for a while, but their look-ups and loads go on.
 """
 
 from abc import ABC, abstractmethod
@@ -67,7 +67,7 @@ class Refusal(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A change of where a chunk is. Only the latest one of each key is kept."""
+    """A change of the tier that has a chunk. Only the latest event of each key is kept."""
 
     number: int
     key: bytes
@@ -196,12 +196,13 @@ class Store(ABC):
 
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
-        """Which chunks of a chain are there, as many as keys.
+        """Look up a chain's chunks; returns a hit or None for each key.
 
         The chunks found count as used now. Takes about 2 us a key, and never waits. Files are not opened: `pin` does.
 
         Args:
-            keys: of one chain, the first chunk first. After the first that is missing, all are None, found or not.
+            keys: keys of one chain, the first chunk first. After the first missing chunk all results are None, even if
+                later chunks are there.
         """
 
     @abstractmethod
@@ -209,10 +210,11 @@ class Store(ABC):
         """Keep chunks from being evicted, for a load, or because a client asked for it.
 
         Args:
-            for_s: after which the pins end by themselves, on the machine's monotonic clock.
-            holder: whose pins these are. By default this store's: they end with its process. Pins with a name outlive it;
-                these may hold half of the memory at most, each holder's half of its part.
-            tenants: how many share the memory alike. A part is the memory divided by this number.
+            for_s: seconds until the pins end by themselves, on the machine's monotonic clock.
+            holder: name of the pins' holder. By default this store: its pins end with its process. Pins with a name
+                outlive the process. Together they hold at most half of the memory, and each holder at most half of its
+                part.
+            tenants: number of tenants with equal parts of the memory. A part is the memory divided by this number.
 
         Returns:
             How many of the first keys are there with whole files: a load of these may begin. Chunks with a missing,
@@ -245,27 +247,27 @@ class Store(ABC):
         Args:
             parent: key of the chunk before it; empty for the first of a chain.
             part: name of the part, unique within its chunk: letters, digits, `.`, `_` and `-`, 32 at most.
-            parts: of the chunk, from 1 to 256.
-            nbytes: of the part.
-            tenant: whose quota counts. Tenants share the budget alike: as long as a tenant holds no more than the budget
-                divided by the tenants, no other tenant's chunk takes its place.
+            parts: number of the chunk's parts, from 1 to 256.
+            nbytes: size of the part.
+            tenant: the tenant whose quota the part counts for. A quota is the budget divided by the number of tenants.
+                A tenant within its quota loses no chunk to another tenant.
             writer: the engine, the same name for all its ranks. Only parts of one writer make a chunk.
 
         Raises:
-            ValueError: an argument that no caller may pass.
+            ValueError: an argument is invalid.
         """
 
     @abstractmethod
     def bring(self, key: bytes) -> Found | None:
-        """Have a chunk on this host, so that `read` opens its parts. Waits for seconds at most if it is in tier `FAR`, and
-        does not wait otherwise.
+        """Bring a chunk to this host, so that `read` can open its parts. Waits for seconds at most if it is in tier
+        `FAR`, and does not wait otherwise.
 
         Returns:
-            Where it is now; None if it is not there.
+            The chunk's present place; None if no tier has it.
 
         Raises:
-            PoolError: LATE, the far store does not answer; REFUSED, this host has no room; DAMAGED, what the far store has
-                is not what was put. The chunk was removed there.
+            PoolError: LATE, the far store does not answer; REFUSED, this host has no room; DAMAGED, the far store's
+                object was altered, and has been removed.
         """
 
     def brings_at_once(self, key: bytes) -> bool:
@@ -290,8 +292,8 @@ class Store(ABC):
         """What has changed since an earlier page, the same for every process of the host.
 
         Args:
-            after: `next` of the page before, 0 for the whole. If the journal no longer reaches back to it, or was
-                rebuilt, the whole begins again.
+            after: `next` of the previous page; 0 for the whole journal. If the journal no longer reaches back to that
+                page, or was rebuilt, the whole journal begins again.
 
         Raises:
             PoolError: REFUSED, the catalog cannot be read at the moment.
@@ -303,22 +305,23 @@ class Store(ABC):
 
     @abstractmethod
     def chunks(self, keys: Iterable[bytes] | None = None) -> Iterator[Chunk]:
-        """Chunks of this host: all, tier by tier, the one that was stored first first; or those of `keys` that are there, in
-        that order. A chunk that goes meanwhile is left out."""
+        """Chunks of this host: all of them, tier by tier, in the order in which they were stored; or those of `keys`,
+        in the order of `keys`. A chunk that is removed meanwhile is left out."""
 
     @property
     def reaches_far(self) -> bool:
-        """Whether chunks of other hosts can come: `keys` does not tell all that may be found then."""
+        """Whether chunks of other hosts can come. If so, `find` can find chunks that `keys` does not list."""
         return False
 
     @property
     @abstractmethod
     def id(self) -> str:
-        """The same for all processes that share the store, and for no others: 32 hexadecimal digits."""
+        """The store's id, 32 hexadecimal digits: the same for all processes that share the store, and different for
+        others."""
 
     @abstractmethod
     def advertise(self, about: bytes) -> None:
-        """Let other processes read this about this process, as long as it lives; 4 KiB at most."""
+        """Publish a text about this process for other processes, for as long as it lives; 4 KiB at most."""
 
     @abstractmethod
     def advertised(self) -> list[bytes]:
@@ -330,7 +333,7 @@ class Store(ABC):
 
     @abstractmethod
     def status(self) -> StoreStatus:
-        """What is held, by tier and tenant. Never raises because of the state of the catalog."""
+        """Used and free room, by tier and tenant. A broken catalog never makes it raise."""
 
     @abstractmethod
     def close(self) -> None:

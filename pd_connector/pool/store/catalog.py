@@ -3,8 +3,8 @@
 
 With a rollback journal, not WAL: WAL maps a file into every process, and truncating that file would kill them all. A
 transaction takes about 50 us and does no other I/O. If a process is stopped within one, the others' transactions fail after
-`WAIT_S`; after `PATIENCE_S` they make a new catalog under a new name, from what the folders say, and go on. What the stopped
-process then commits goes into the old catalog, which is no longer read.
+`WAIT_S`; after `PATIENCE_S` they make a new catalog under a new name, from what the folders say, and go on. Later
+commits of the stopped process go into the old catalog, which is no longer read.
 
 The catalog plans which engine may write what, what is evicted next, and what has changed. The folders say what is there, so
 a look-up never opens the catalog, and a lost catalog is rebuilt from them. Triggers keep the sums, so no code can forget one.
@@ -267,7 +267,7 @@ class Catalog:
         return CatalogError(self._damage(f"the catalog is damaged: {error}"))
 
     def _overdue(self) -> bool:
-        """Asked by SQLite now and then: whether it must end what it does."""
+        """Called by SQLite now and then; returns whether it must abort the running statement."""
         return time.monotonic() > self._ends
 
     def _disconnect(self) -> None:

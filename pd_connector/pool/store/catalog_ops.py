@@ -51,7 +51,8 @@ class Evicted(NamedTuple):
 
     @classmethod
     def of(cls, tier: int, key: object, text: object) -> "Evicted":
-        """What a row of the catalog says. Raises TypeError if a byte of it has rotted: a transaction makes a new catalog then."""
+        """An entry from a row of the catalog. Raises TypeError if the row is corrupt: a transaction makes a new catalog
+        then."""
         if not isinstance(key, bytes) or not isinstance(text, str) or not isinstance(tier, int):
             raise TypeError(f"chunk {key!r} of tier {tier!r} with the entry {text!r}")
         return cls(tier, key, text)
@@ -85,7 +86,7 @@ def write_leaving(catalog: sqlite3.Connection, evicted: Iterable[Evicted], owner
 
 
 def complete(catalog: sqlite3.Connection, part: Part) -> Entry | str:
-    """A part is whole; returns the entry of its chunk if that is whole now.
+    """Note that a part is whole. Returns its chunk's entry if the chunk is whole now.
 
     Returns:
         Otherwise "waiting", if other parts are still missing, or "" if the catalog no longer knows the part.
@@ -121,7 +122,7 @@ def complete(catalog: sqlite3.Connection, part: Part) -> Entry | str:
 
 
 def _used_elsewhere(catalog: sqlite3.Connection, part: Part) -> int:
-    """When the same chunk was used in the other tier; 0 if it is not there."""
+    """Time of the chunk's last use in the other tier; 0 if that tier does not have it."""
     row = catalog.execute(CHUNK, (1 - part.tier, part.key))
     return int((row.fetchone() or (0,))[0])
 

@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 def head_of(text: str) -> Head | None:
-    """What a look-up needs of an entry; None if it is not an entry."""
+    """The part of an entry that look-ups need; None if the text is not an entry."""
     try:
         form, size, parts, _ = text.split("|", 3)
         nbytes = int(size)
@@ -91,7 +91,7 @@ class FileName(NamedTuple):
 
 
 def file_of(name: str) -> FileName | None:
-    """What the name of a file says; None if the file is not the pool's."""
+    """Key, part and stamp from the name of a file; None if the file is not the pool's."""
     key, _, rest = name.partition(".")
     part, _, stamp = rest.rpartition(".")
     try:

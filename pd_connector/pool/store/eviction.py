@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunk gives way to which: reservations, pins, quotas. Each function runs within a transaction and touches no file.
+"""Decides which chunks are evicted for which: reservations, pins, quotas. Each function runs within a transaction and
+touches no file.
 
-The chunk that was used longest ago goes first, the end of a chain before what it follows: without its parent, no look-up would
-find it. A tenant's quota is the budget divided by the tenants that have anything in the tier. A tenant within its quota takes
-room from those above theirs, and not from itself: else its old chunks would make room for its new ones, and it would never
-reach its quota beside a tenant that uses its chunks more often.
+The least recently used chunk goes first, and a child before its parent, because no look-up finds a chunk without its
+parent. A tenant's quota is the budget divided by the number of tenants with chunks in the tier. A tenant within its
+quota takes room from tenants above theirs, not from itself. Otherwise its new chunks would replace its own old chunks,
+and it would never reach its quota beside a tenant that uses its chunks more often.
 """
 
 import sqlite3
@@ -106,7 +107,7 @@ def _victim(
     need: int,
     pinned: set[bytes],
 ) -> tuple[bytes, str, int]:
-    """The chunk that was used longest ago among those that nothing follows, that no pin keeps and no quota protects.
+    """The least recently used chunk among those without a child chunk, pin or protecting quota.
 
     Chunks that the disk has as well go before those that would be lost.
     """
@@ -144,7 +145,8 @@ def _victim(
 def _victim_of_largest(
     catalog: sqlite3.Connection, tier: int, quota: int, tenant: str | None, exceeds: bool
 ) -> tuple[bytes, str, int]:
-    """The oldest chunks are those of tenants within their quota. Others have more than theirs, or this one `exceeds` it."""
+    """A victim for the case that the oldest chunks belong to tenants within their quota. It is taken from the tenants
+    above their quota, the largest first; if `tenant` itself `exceeds` its quota, from `tenant` before them."""
     above = "SELECT tenant, bytes FROM usage WHERE tier = ? AND bytes > ? ORDER BY bytes DESC"
     others = [row for row in catalog.execute(above, (tier, quota)) if row[0] != tenant]
     own = (tenant, 0)
@@ -188,7 +190,8 @@ def _use_now(catalog: sqlite3.Connection, tier: int, key: bytes) -> None:
 
 
 class Kept(NamedTuple):
-    """What one pin keeps: a chunk, and those before it in its tier, because a chunk that others follow is not evicted."""
+    """The chunks that one pin keeps: a chunk and its ancestors in its tier, because a chunk with a child is not
+    evicted."""
 
     keys: list[bytes]
     """The chunk that is pinned is the last one."""
@@ -215,8 +218,9 @@ def pin(
 def _within_half(
     catalog: sqlite3.Connection, rows: Iterable[Kept], until: float, holder: str, tenants: int
 ) -> Iterator[Kept]:
-    """The first rows, as far as a tenant may pin them. Its pins of chunks before are no longer needed, else the prompts of
-    one conversation would count again with each turn. The sums are formed once, because other processes wait for the catalog."""
+    """The first rows that a tenant can pin within its limit. Its earlier pins of the chunks before them are dropped:
+    otherwise each turn of a conversation would count the whole prompt again. The sums are computed once, because other
+    processes wait for the catalog."""
     half = number_in(catalog, "SELECT budget / 2 FROM tiers WHERE tier = 0")
     held = number_in(catalog, "SELECT coalesce(sum(bytes), 0) FROM pins WHERE named")
     mine = {

@@ -30,7 +30,7 @@ RESERVE_BYTES = 512 << 10
 
 
 def charge_of(nbytes: int) -> int:
-    """What a part costs of a budget: its blocks, and one more for its names and its row in the catalog."""
+    """Bytes of a budget that a part uses: its blocks, and one more for its names and its row in the catalog."""
     return -(-nbytes // PAGE) * PAGE + PAGE
 
 
@@ -49,7 +49,7 @@ def private_folder(path: Path, key: str) -> int:
     """A descriptor of a folder that is this user's alone; makes the folder if its parent is there.
 
     Args:
-        key: of the config, for the error.
+        key: key of the config, for the error.
 
     Raises:
         ConfigError: it cannot be made, is a link, or others own or may enter it.
@@ -105,8 +105,8 @@ class Folder:
     """The folder of one tier, open.
 
     Args:
-        name: of the tier.
-        path: of the folder.
+        name: name of the tier.
+        path: path of the folder.
         key: config key that named it.
 
     Raises:
@@ -128,8 +128,8 @@ class Folder:
         self._closing.close()
 
     def renew(self) -> None:
-        """Open the folder again where the old one was: it has been removed. Descriptors keep their numbers, so other
-        threads need not know. Raises ConfigError."""
+        """Open the folder again at its path, after it was removed and created again. Descriptors keep their numbers, so
+        other threads are not affected. Raises ConfigError."""
         if self.name == MEMORY:  # the pool has made the folder above, too
             os.close(private_folder(self.path.parents[1], self._key))
         with contextlib.closing(Folder(self.name, self.path.parent, self._key)) as new:
@@ -144,7 +144,7 @@ class Folder:
 
     @property
     def is_there(self) -> bool:
-        """Whether its path, and those of its folders, still lead to what is open here."""
+        """Whether its path, and the paths of its subfolders, still lead to the folders that are open here."""
         try:
             pairs = zip(self._paths(), self._opened(), strict=True)
             return all(
@@ -156,7 +156,8 @@ class Folder:
     # Entries
 
     def text(self, key: bytes) -> str:
-        """The text of a chunk's entry; empty if it has none. Whatever its bytes are, the catalog can take it."""
+        """The text of a chunk's entry; empty if it has none. The text is always valid for the catalog, even if the link
+        is not."""
         try:
             return os.readlink(key.hex().encode(), dir_fd=self.index).decode(errors="replace")
         except OSError:
@@ -169,7 +170,7 @@ class Folder:
         """Make or replace the entry of a chunk. Raises OSError.
 
         Args:
-            stamp: unique, for a name of its own until then.
+            stamp: a unique text, for the entry's temporary name.
         """
         name = file_name(key, LINK, stamp)
         os.symlink(entry.text(), name, dir_fd=self.staged)
@@ -245,7 +246,7 @@ class Folder:
                 os.unlink(name, dir_fd=folder)
 
     def erase(self, key: bytes, entry: Entry) -> None:
-        """Remove a chunk: first it can no longer be found, then its files go. An entry that was made meanwhile goes last."""
+        """Remove a chunk: first its entry, then its files. An entry that was made meanwhile is removed last."""
         self.leave(key, entry.text())
         for name in entry.files(key):
             self.discard(name)

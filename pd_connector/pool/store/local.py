@@ -227,7 +227,7 @@ class LocalStore(Store):
         )
 
     def restore_folders(self) -> None:
-        """For stores that only visit: go on in folders that were created again. Raises ConfigError."""
+        """Reopen folders that were removed and created again. For stores made with `visits`. Raises ConfigError."""
         self.maintenance.restore_folders()
 
     def close(self) -> None:

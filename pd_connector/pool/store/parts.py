@@ -19,7 +19,7 @@ class LocalWriting(Writing):
     """A part in a staged file.
 
     Args:
-        descriptor: of the file. This object closes it.
+        descriptor: descriptor of the file. This object closes it.
         publish: called once, returns whether the part is kept.
         cancel: called once if the part is not kept.
     """
@@ -83,7 +83,7 @@ class LocalReading(Reading):
     """A part in a file.
 
     Args:
-        descriptor: of the file. This object closes it.
+        descriptor: descriptor of the file. This object closes it.
         ended: called once at the end.
     """
 

@@ -26,10 +26,10 @@ _READS = 8
 
 
 class ProcessLock:
-    """This process's own lock, and a look at those of others.
+    """This process's own lock, and checks of other processes' locks.
 
     Attributes:
-        name: of this process, in names of files and in the catalog.
+        name: name of this process, in names of files and in the catalog.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -47,7 +47,8 @@ class ProcessLock:
         forgets_in_child(self)
 
     def _taken(self, name: str) -> int:
-        """A descriptor that holds the lock of this name; -1 if a process that looks for dead ones was faster."""
+        """A descriptor that holds the lock of this name; -1 if another process, which looks for dead processes, took it
+        first."""
         lock = os.open(name, _FLAGS, 0o600, dir_fd=self._folder)
         with contextlib.suppress(OSError):
             fcntl.flock(lock, _TAKE)
@@ -83,8 +84,8 @@ class ProcessLock:
                 self._write()
 
     def advertise(self, about: bytes) -> None:
-        """Let other processes read this about the process, while it lives. The text is padded to a fixed length, so that no
-        reader finds the end of an earlier one."""
+        """Publish a text about this process while it lives. The text is padded to a fixed length, so that no reader
+        finds the end of an earlier text."""
         if self.is_held:  # a child of this process may have the lock of a thread that it lacks
             with self._turn:
                 self._advertised = about
@@ -134,7 +135,8 @@ class ProcessLock:
 
     @contextlib.contextmanager
     def dead(self) -> Iterator[list[str]]:
-        """Processes that have ended. They are forgotten when the block ends without an exception."""
+        """A context that yields the processes that have ended. Their lock files are removed if the block ends without
+        an exception."""
         ended: list[str] = []
         with contextlib.ExitStack() as held:
             for name in self.names():
@@ -154,7 +156,8 @@ class ProcessLock:
         """This process no longer uses the store.
 
         Args:
-            settled: the catalog has its end. Otherwise its name stays, and others remove what it has left, as for a dead process.
+            settled: whether the catalog has recorded the end of this process. If not, its name stays, and other
+                processes clean up as for a dead process.
         """
         if self._lock < 0:
             return
@@ -175,8 +178,8 @@ class ProcessLock:
 
 
 def _settled(lock: int) -> bytes:
-    """What a process advertises, without the padding. It is read until it stays the same: a process may be writing it. Raises
-    OSError."""
+    """A process's advertised text, without the padding. It is read until two reads agree, because the process may be
+    writing it. Raises OSError."""
     about = os.pread(lock, ADVERTISED_BYTES, 0)
     for _ in range(_READS):
         before, about = about, os.pread(lock, ADVERTISED_BYTES, 0)

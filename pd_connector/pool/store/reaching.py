@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of a host, and behind it what the host's carrier reaches: a far store of several hosts.
+"""The store of a host, and behind it the far store of several hosts that the host's carrier reaches.
 
-A chunk is loaded from this host only. One that only the far store has is found in tier `FAR`, and brought before it is read.
+Chunks are loaded from this host only. A chunk that only the far store has is found in tier `FAR`, and brought to this
+host before it is read.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from pd_connector.pool.store.base import (
 class ReachingStore(Store):
     """Args:
     host: keeps this host's chunks.
-    folder: of its memory tier, in which a carrier listens.
+    folder: folder of its memory tier, in which a carrier listens.
     """
 
     def __init__(self, host: Store, folder: Path) -> None:

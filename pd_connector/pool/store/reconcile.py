@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the catalog with the folders, or makes a new catalog from them. What the folders say holds."""
+"""Compares the catalog with the folders, or makes a new catalog from them. Where they differ, the folders are right."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ENTRIES = "SELECT tier, key, entry FROM"
 
 
 def fill(catalog: sqlite3.Connection, store: TierStorage) -> None:
-    """Write all that the folders hold into an empty catalog. The catalog counts as never reconciled, so the next reconciliation
-    finds what others publish into the old one meanwhile."""
+    """Write all that the folders hold into an empty catalog. The new catalog counts as never reconciled, so the next
+    reconciliation finds chunks that other processes published into the old catalog meanwhile."""
     for tier, (folder, space) in enumerate(zip(store.folders, store.spaces, strict=True)):
         catalog.execute(
             "INSERT INTO tiers (tier, path, budget, chosen) VALUES (?, ?, ?, ?)",
@@ -47,7 +47,7 @@ def last_reconcile_counter(store: TierStorage) -> str:
 
 
 def _whole_chunks(folder: Folder) -> Iterator[tuple[bytes, Entry]]:
-    """Chunks of a folder, the oldest first. What is not whole is removed."""
+    """Whole chunks of a folder, the oldest first. Incomplete chunks are removed."""
     for key in folder.entered():
         text = folder.text(key)
         entry = entry_of(text)
@@ -62,7 +62,8 @@ def _whole_chunks(folder: Folder) -> Iterator[tuple[bytes, Entry]]:
 def _write_or_discard(
     catalog: sqlite3.Connection, tier: int, folder: Folder, name: str, store: TierStorage
 ) -> None:
-    """A file that no entry names: one that a living process writes counts, others are removed."""
+    """Handle a file that no entry names: record it in the catalog if a living process writes it; otherwise remove
+    it."""
     file, size = file_of(name), folder.size(name)
     if file is None or size < 0:
         return
@@ -130,7 +131,7 @@ def reconcile(store: TierStorage) -> None:
 
 
 def sums_differ(catalog: sqlite3.Connection) -> bool:
-    """Whether the sums that triggers keep are not those of the rows."""
+    """Whether the sums that triggers keep differ from the sums of the rows."""
     return (
         catalog.execute(
             "SELECT 1 FROM tiers t WHERE bytes != (SELECT coalesce(sum(bytes), 0) FROM chunks WHERE tier = t.tier) "

@@ -26,7 +26,8 @@ _NAMES = (MEMORY, DISK, "")
 
 
 def page_of(catalog: sqlite3.Connection, after: int) -> Journal:
-    """A page of the journal. While a caller reads the whole, `next` is negative: what it has not seen yet cannot be missed."""
+    """A page of the journal. While a caller reads the whole journal, `next` is negative, so that the journal's limited
+    reach cannot interrupt it."""
     (floor,) = catalog.execute("SELECT value FROM counters WHERE name = 'journal_floor'").fetchone()
     (last,) = catalog.execute("SELECT seq FROM sqlite_sequence WHERE name = 'journal'").fetchone()
     reading_whole = after <= 0 or not floor <= after <= last
@@ -61,7 +62,7 @@ _WAIT_S = 1.0
 def status_of(
     catalog: Catalog, folders: Sequence[Folder], budgets: Sequence[int], engines: int
 ) -> StoreStatus:
-    """What is held: by the catalog, or without the tenants by the folders alone, if the catalog cannot be read."""
+    """Used room according to the catalog. If the catalog cannot be read: according to the folders, without tenants."""
     try:
         with catalog.transaction(reading=True, wait_s=_WAIT_S) as connection:
             return _status_in(connection, engines, catalog.problem, unwritable(folders[0]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which memory folder and which disk folder are one pool: each names the other in a file that the processes of the pool lock.
 
-Containers with a /dev/shm of their own have a catalog of their own, which would not know of each other's chunks on a disk. Engines
-with one /dev/shm have the same catalog, which knows one disk only.
+Containers with separate /dev/shm have separate catalogs, which would not know each other's chunks on a shared disk.
+Engines with one /dev/shm have one catalog, which knows only one disk.
 """
 
 import contextlib
@@ -25,14 +25,15 @@ _MOST_NAME = 8192
 
 
 def identity_of(folder: Folder) -> str:
-    """An id of this folder. Folders of the same path on other hosts, or in containers, have another one."""
+    """An id of this folder. A folder with the same path on another host, or in a container, has another id."""
     status = os.fstat(folder.root)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {status.st_dev} {status.st_ino}"
 
 
 class _TakenError(Exception):
-    """Another process uses the folder together with another one. The text is the path of that one."""
+    """Another process uses this folder together with a third folder. The error's text is the path of the third
+    folder."""
 
 
 class _Claim(NamedTuple):
@@ -99,7 +100,7 @@ class TierLocks:
         forgets_in_child(self)
 
     def renew(self) -> None:
-        """A folder was removed, and created again: it names the other one as before."""
+        """A folder was removed, and created again: write the other folder's path into it again."""
         for number, claim in enumerate(self._tier_locks):
             with contextlib.suppress(OSError):
                 lock = os.open(claim.file, _FLAGS, 0o600, dir_fd=claim.folder.root)
@@ -119,8 +120,8 @@ class TierLocks:
 
 
 def _share(lock: int) -> bool:
-    """Hold a lock together with others. A process that starts at the same time has it alone while it writes its claim.
-    Returns whether it let the lock go."""
+    """Hold a lock shared with other processes. A process that starts at the same time holds it exclusively while it
+    writes its claim. Returns whether that process released the lock in time."""
     until = time.monotonic() + _TAKES_S
     while time.monotonic() < until:
         with contextlib.suppress(OSError):

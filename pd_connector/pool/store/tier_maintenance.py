@@ -67,7 +67,8 @@ class TierMaintenance:
         self._thread = threading.Thread(target=self._run, name="pd-pool-keeper", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. A new catalog for few chunks is made first, one for many by the thread: look-ups need none."""
+        """Start the thread. If the catalog is missing, it is made here for few chunks, and by the thread for many:
+        look-ups need none."""
         chunks = sum(sum(1 for _ in folder.names(folder.index)) for folder in self._store.folders)
         if not self._store.catalog.damaged or chunks <= _FEW_CHUNKS:
             with contextlib.suppress(CatalogError, OSError):
@@ -255,7 +256,8 @@ class TierMaintenance:
             store.erase(evicted)
 
     def is_behind(self) -> bool:
-        """Whether too few chunks of the memory are on the disk as well, for room to be made at once."""
+        """Whether too many chunks of the memory are not yet on the disk, so that eviction would have to wait for
+        copies."""
         with self._store.catalog.transaction(reading=True) as catalog:
             row = catalog.execute(
                 "SELECT uncopied, budget FROM tiers WHERE tier = ?", (MEMORY_TIER,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folders and catalog of a store, and what is done with both: how chunks come in, and how they go.
+"""The folders and catalog of a store, and the operations on both: adding and removing chunks.
 
 The order of steps makes it safe to stop between any two. Coming in: the row in the catalog, the file, its bytes, the file among
 the whole ones, the chunk's row, its entry. Going: the row, the entry, the files, the note that they go.
@@ -57,13 +57,13 @@ class Space(NamedTuple):
 
 
 class TierStorage:
-    """What the processes of a host have in common, opened by one of them.
+    """The folders and catalog that the processes of a host share, opened by one process.
 
     Attributes:
         spaces: the tiers, the fastest first.
-        folders: of the tiers.
+        folders: folders of the tiers.
         troubles: records tiers that cannot be written.
-        used: keys of look-ups whose use is still to be written down.
+        used: keys of chunks whose use is not in the catalog yet.
         wake: set when there may be something to copy to another tier.
 
     Raises:
@@ -186,8 +186,8 @@ class TierStorage:
         self.erase(evicted)
 
     def mend(self, tier: int, key: bytes) -> bool:
-        """Whether a chunk of the catalog is there. A process may have ended between writing it down and making its entry, or
-        between removing its files and writing that down."""
+        """Repair a chunk of the catalog; returns whether its files are there. Its process may have ended between the
+        catalog's row and the entry, or between removing the files and removing the row."""
         with self.catalog.transaction(reading=True) as catalog:
             row = catalog.execute(
                 "SELECT tier, key, entry FROM chunks WHERE tier = ? AND key = ?", (tier, key)
@@ -273,8 +273,8 @@ class TierStorage:
                 self._owed.append(gone)
 
     def flush(self) -> None:
-        """Write down what was used, and what is gone. If the catalog cannot be written, later. Waits while another thread does
-        so: what this one has to tell may have come too late for that."""
+        """Write uses and removals of chunks to the catalog. If the catalog cannot be written, they stay for the next
+        call. Waits while another thread writes, because that thread may have missed this caller's changes."""
         if (not self._owed and not self.used) or not self._flushing.acquire(timeout=WAIT_S):
             return
         owed, used = list(self._owed), self._take_used()

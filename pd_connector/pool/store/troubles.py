@@ -38,7 +38,7 @@ class Troubles:
     """Used by several threads.
 
     Args:
-        folders: of the tiers, the memory's first. What other processes are told lies in it.
+        folders: the tiers' folders, the memory tier's first. It also holds the reports for other processes.
     """
 
     def __init__(self, folders: Sequence[Folder]) -> None:
@@ -68,7 +68,8 @@ class Troubles:
         return text
 
     def look_at(self, folder: Folder) -> None:
-        """The catalog could not be written. That has failed if their file system has no room for them."""
+        """The catalog could not be written. Report the tier as failed if its file system has no room for the
+        catalog."""
         with contextlib.suppress(OSError):
             left = os.fstatvfs(folder.root)
             if left.f_blocks and left.f_bavail * left.f_frsize < _BOOKS_BYTES:
@@ -106,7 +107,7 @@ class Troubles:
 
 
 def unwritable(memory: Folder) -> list[Unwritable]:
-    """What the processes of this host have recorded about tiers that they could not write to."""
+    """The records of this host's processes about tiers that they could not write to."""
     tiers = []
     for name in memory.names(memory.root):
         if not name.startswith(_FILE):

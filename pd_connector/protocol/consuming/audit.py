@@ -33,8 +33,8 @@ class Distance(NamedTuple):
         apart: sum of squares of the differences.
         own: sum of squares of what was computed here.
         span: the tokens that were compared.
-        moved: tokens that are further apart than rounding explains, the furthest first.
-        section: of a state, which counts as one page with one token; empty for K and V.
+        moved: tokens whose distance is larger than rounding explains, the furthest first.
+        section: a state's section, which counts as one page with one token; empty for K and V.
     """
 
     layer: int
@@ -77,13 +77,14 @@ class _Far(NamedTuple):
 
 
 class Comparison:
-    """The distances that one load has found so far. `judge` gives the result after the last chunk: chunks that come while
-    the prompt is computed can be revoked.
+    """The distances that one load has measured so far. `judge` gives the result only after the last chunk, because
+    chunks that come while the prompt is still computed can be revoked.
 
     Args:
         adapter: name and content of the adapter that the KV was computed with; empty for none.
         experts: the model is a mixture of experts, so rounding can change single tokens.
-        states: states are compared, too. Where no position is kept by both sides, only KV is.
+        states: whether states are compared, too. If the two sides keep states at no common position, only KV is
+            compared.
 
     Attributes:
         largest: the largest distance of a page, by K and V.
@@ -136,7 +137,7 @@ class Comparison:
 
         Args:
             counterparts: the producer's ranks that sent the KV.
-            routes: along which it came.
+            routes: the routes along which the KV came.
         """
         self.counterparts = tuple(counterparts)
         # What comes after the first wrong layer may be wrong because of it.

@@ -67,7 +67,7 @@ class Landings:
     ) -> list[Action]:
         """A chunk has landed. It is used only if its header fits the plan.
 
-        A chunk of an ended transfer is dropped, and so is a chunk that came twice: another transfer may have its slot by
+        A chunk of an ended transfer, or a chunk that came twice, is dropped: its slot may belong to another transfer
         now.
 
         Args:
@@ -139,7 +139,8 @@ class Landings:
         )
 
     def _header_by_plan(self, chunk: IncomingChunk) -> ChunkHeader:
-        """The header that the plan has for this chunk. Checksum and `passed` are the producer's: no plan knows them."""
+        """The header that the plan gives this chunk. Checksum and `passed` are copied from the producer's header: the
+        plan does not have them."""
         header = chunk.header
         incoming = self._transfers.get(header.transfer)
         assert incoming is not None
@@ -290,8 +291,8 @@ class Consumer:
 
         Args:
             engine_id: the producer must be this engine; "": any.
-            watch: the request asks for pages only after `Held` has said that there is KV to load.
-            keep: it is an audit. The transfer can be held already.
+            watch: whether the engine allocates pages only after `Held`, which reports that there is KV to load.
+            keep: whether it is an audit. The transfer can be held already.
         """
         held = self._transfers.get(transfer)
         if held is not None and keep and held.request == request and held.load is None:

@@ -8,9 +8,9 @@ error:
 - In the first layer no token has passed an expert.
 - The token's difference continues in the next layer. The error of a wrong chunk ends with the chunk's layers.
 
-Both can be missing. A difference fades from layer to layer. If layers whose KV is not compared lie between two that are, a
-difference that has ended in the second one shows nothing. A recurrent state takes in all tokens, the last ones most. So a
-state behind a token that has moved shows nothing either.
+Both can be missing. A difference fades from layer to layer. If there are layers without compared KV between two
+compared layers, a difference that is gone in the second layer proves nothing. A recurrent state depends on all tokens,
+and most on the last ones. So the state after a moved token proves nothing either.
 """
 
 from collections.abc import Iterable, Iterator
@@ -67,8 +67,8 @@ class MovedTokens:
         return {t for t in self._far(layer, most) if self._next(t, layer)[1]}
 
     def unsure(self, layer: int, most: float) -> set[int]:
-        """Tokens of a layer whose distance is above `most`, and that are no longer apart in the next layer in which they were
-        compared, with other layers between. Either other experts have moved them, or their KV is wrong."""
+        """Tokens of a layer whose distance is above `most`, but not in the next layer in which they were compared, with
+        other layers in between. Either other experts have moved these tokens, or their KV is wrong."""
         later = ((token, self._next(token, layer)) for token in self._far(layer, most))
         return {token for token, (after, moved) in later if not moved and after > layer + 1}
 
@@ -77,14 +77,14 @@ class MovedTokens:
         return any(token in tokens for layer in self._moved.values() for token in layer)
 
     def _far(self, layer: int, most: float) -> set[int]:
-        """Tokens of a layer whose distance is above `most`; none where experts cannot be the cause."""
+        """Tokens of a layer whose distance is above `most`; none if other experts cannot be the cause."""
         far = {token for token, distance in self.distances(layer) if distance > most}
         compared = set[int]().union(*self._spans.get(layer, ()))
         return far if layer and len(far) <= _MOST_SHARE * len(compared) else set()
 
     def _next(self, token: int, layer: int) -> tuple[int, bool]:
-        """The next layer in which a token was compared, and whether it has moved there, too. True if there is none: other
-        layers keep states, have dropped it, or are another rank's."""
+        """The next layer in which a token was compared, and whether it has moved there, too. True if there is no such
+        layer: the others keep states, have dropped the token, or belong to another rank."""
         for number in sorted(number for number in self._spans if number > layer):
             if any(token in span for span in self._spans[number]):
                 moved = self._moved[number]

@@ -31,7 +31,7 @@ class Fetches:
     """The fetches of a consumer. Used by one thread.
 
     Args:
-        geometry: of this rank.
+        geometry: geometry of this rank.
         sessions: with producers, as they come and go.
         needs_final_token: a load is of no use without the producer's final token.
         audits: results of audits; None if producers need not pass one.
@@ -233,12 +233,13 @@ class Fetches:
         return actions + incoming.outcome(cause, detail, now) + self._grants.grant_free(now)
 
     def send_unsent(self, source: Source) -> list[Action]:
-        """Send the last messages that wait for a session with this producer; not those of transfers that have begun again."""
+        """Send the last messages of transfers that wait for a session with this producer, except for transfers that
+        have begun again."""
         unsent = self._unsent.pop(source, ())
         return [Tell(source, last) for _, last in unsent if last.transfer not in self._transfers]
 
     def forget_unsent(self, now: float) -> None:
-        """Forget last messages that have waited for `lease_s`: the producer's leases have ended by now."""
+        """Drop last messages that have waited for `lease_s`: the producer's leases have ended by now."""
         for source, unsent in list(self._unsent.items()):
             while unsent and unsent[0][0] + self._config.lease_s <= now:
                 unsent.popleft()

@@ -191,7 +191,7 @@ class Grants:
         its own if it begins another session.
 
         Args:
-            slots: of its streams that had not ended.
+            slots: the slots of its streams that had not ended.
             silenced: the producer certainly writes no more. Its slots are free at once.
         """
         keys = [key for key in self._ending if key[1] == source]

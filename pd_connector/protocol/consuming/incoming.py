@@ -69,11 +69,11 @@ class IncomingChunk(NamedTuple):
     Attributes:
         source: the producer's rank that sent it.
         request: the request whose pages these are.
-        route: of the chunk.
+        route: route of the chunk.
         planned: the plan's chunk with the number that the header says.
         pages: ids of this engine's pages that hold the chunk's tokens, in prompt order; -1: none.
         slot: the landing slot.
-        header: what the producer says of the chunk.
+        header: the producer's header of the chunk.
         payload: the bytes here, or where they lie in the producer's memory (`Pieces`), or the pages here that they
             have already reached (`Destination`). None if they have not come yet.
         verified: as in `transport.base.Landed`.
@@ -118,8 +118,8 @@ class IncomingChunk(NamedTuple):
 
 
 class PlaceStates(NamedTuple):
-    """Everything else of this load is verified and in place: write its states, which were kept apart, into their pages,
-    then call `Landings.states_placed`."""
+    """All other chunks of this load are verified and in pages. Write its states, which were kept apart, into their
+    pages, then call `Landings.states_placed`."""
 
     transfer: str
     request: str
@@ -178,7 +178,7 @@ class ProducerSession:
     choice: CodecChoice | None = None  # between `routes` and `plain`
 
     def counterpart(self, source: Source, *, coded: bool) -> Counterpart:
-        """The producer as audits know it, with the path of KV that is coded or not."""
+        """The producer's key in audits, with the path of its KV (coded or not)."""
         codecs = sorted({route.codec for route in (self.routes if coded else self.plain)})
         path = ", ".join((self.way, *codecs))
         return Counterpart(source, self.epoch, self.engine_id, self.model, self.model_text, path)

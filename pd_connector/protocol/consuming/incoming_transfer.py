@@ -116,7 +116,7 @@ def streams(
 
     Args:
         peers: all ranks of the producer.
-        geometry: of this rank.
+        geometry: geometry of this rank.
         shards: what all ranks of this engine hold.
         waits_for_final_token: see `IncomingStream`.
     """

@@ -9,7 +9,7 @@ from pd_connector.protocol.wire.peers import Source
 
 
 class IncomingTransfers:
-    """Every lookup costs what it finds, however many transfers there are. Used by one thread."""
+    """The cost of a look-up grows with its result, not with the number of transfers. Used by one thread."""
 
     def __init__(self) -> None:
         self._transfers: dict[str, IncomingTransfer] = {}
@@ -60,7 +60,8 @@ class IncomingTransfers:
                 del self._by_source[source]
 
     def of_source(self, source: Source) -> tuple[str, ...]:
-        """Names of the transfers with a stream from this producer. The tuple is the same object until they change."""
+        """Names of the transfers with a stream from this producer. Returns the same tuple object until the names
+        change."""
         names = self._names.get(source)
         if names is None:
             if source not in self._by_source:

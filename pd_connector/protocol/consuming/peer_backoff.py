@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pauses for producers that do not answer.
 
-A request that waits for a producer until its deadline has lost that time. If the answers never come (a firewall drops the
-data port, a switch loses large packets), every request would lose it. During a pause requests do not wait.
+A request that waits until its deadline without an answer has lost that time. If a producer's answers never come (a
+firewall drops the data port, a switch loses large packets), every request would lose it. During a pause requests do not
+wait.
 """
 
 from collections.abc import Hashable
@@ -62,7 +63,8 @@ class PeerBackoff:
         return f"nothing came {backoff.unanswered} times in a row; it is asked again in {seconds} s"
 
     def tries(self, producer: Hashable, now: float) -> None:
-        """A request asks this producer. The first one after a pause tries for all: others pause until its time is over."""
+        """A request asks this producer. After a pause the first request tests the producer for all: other requests
+        pause until its wait is over."""
         backoff = self._backoffs.get(producer)
         if backoff is not None and backoff.unanswered >= _IN_A_ROW:
             backoff.until = now + self._timeout_s

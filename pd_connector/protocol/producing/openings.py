@@ -146,7 +146,8 @@ class Openings:
         return self.start(outgoing, session)
 
     def start(self, outgoing: OutgoingTransfer, session: SessionId) -> list[Action]:
-        """Check an opening against the engine's offer, and accept or refuse it. Say so again when the prefill has ended."""
+        """Check an opening against the engine's offer, and accept or refuse it. An accepted opening is accepted again,
+        as complete, when the prefill has ended."""
         transfer, offer, stream = outgoing.transfer, outgoing.offer, outgoing.streams[session]
         if offer is None:
             return []

@@ -43,8 +43,8 @@ class Offer(NamedTuple):
         """Why this KV does not fit a consumer's `Open`, as (cause, detail); None if it fits.
 
         Args:
-            routes: along which it would pass.
-            slot_bytes: of a send slot.
+            routes: the routes along which the KV would pass.
+            slot_bytes: size of a send slot.
         """
         if message.identity != self.identity:
             return Cause.TOKENS, "the pages belong to other tokens, images, salt or adapter"
@@ -60,8 +60,8 @@ class Offer(NamedTuple):
     def late_problem(
         self, message: messages.Open, routes: Sequence[Route]
     ) -> tuple[Cause, str] | None:
-        """What a later offer of the same prompt may not fit any more, as (cause, detail); or None. Its states do not stand where
-        the consumer wants them, or it shows nothing by comparison."""
+        """Why a later offer of the same prompt does not fit the consumer's `Open` any more, as (cause, detail), or
+        None: its states are at another position than the consumer needs, or its KV is not fit for a comparison."""
         if message.compares is True and self.approximated:
             return Cause.WINDOW, "the engine replayed a window behind a prefix hit: not compared"
         needed = message.state_token or 0
@@ -104,10 +104,10 @@ class OutgoingChunk:
         identity: fingerprint of the tokens whose KV it is.
         slot: the consumer's landing slot, granted for this chunk.
         direct: the consumer may read the chunk in the leased pages.
-        early: the prefill of what this consumer asked for has not ended.
+        early: whether the prefill of the tokens that this consumer fetches has not ended.
         send_slot: the producer's send slot with the payload; None if it is sent or read from its pages.
         nbytes: bytes of the payload.
-        checksum: of the payload; empty if the transport verifies every byte.
+        checksum: checksum of the payload; empty if the transport verifies every byte.
         deadline: the chunk is late after this time, in seconds on the agent's clock.
         session_limit: most chunks of this kind that its session may have under way at a time.
         in_order: it arrives after the chunks that were written to its session before it.
@@ -141,7 +141,7 @@ class OutgoingChunk:
         """The header that travels with the chunk.
 
         Args:
-            epoch: of this process.
+            epoch: epoch of this process.
             passed: the coarsest codec in which KV had passed before, on which this KV may have been computed.
         """
         return header_of(

@@ -25,7 +25,7 @@ class LayerQueue:
     of_state: bool = False  # there is no state before the prefill has ended
 
     def computed_in(self, step: Step) -> bool:
-        """Whether a step that is still under way has computed the first chunk."""
+        """Whether the step that is still running has computed the first chunk."""
         return (
             self.chunks[0].stop_token <= step.tokens
             and self.last_layer < step.stop_layer

@@ -73,7 +73,7 @@ class OutgoingTransfer:
         return not self.finished and not any(stream.begun for stream in self.streams.values())
 
     def extend(self, until: float, lease_ends: float) -> None:
-        """A heartbeat names it: keep it until `until`, or until its lease ends.
+        """A heartbeat names the transfer: keep it until `until`, or until its lease ends.
 
         Args:
             lease_ends: the new end of the lease, if a chunk was sent since the last call.
@@ -84,19 +84,19 @@ class OutgoingTransfer:
         self.expires = max(self.expires, min(until, self.lease_ends))
 
     def link_s(self, tokens: int) -> float:
-        """Seconds that the slowest reader's link takes for the tokens from those that are computed up to `tokens`."""
+        """Seconds that the slowest reader's link takes for the tokens from the last computed token up to `tokens`."""
         done = self.offer.tokens if self.offer else 0
         return max((stream.link_s(tokens - done) for stream in self.streams.values()), default=0.0)
 
     def offered_by(self, request: str) -> bool:
-        """Whether this request has offered it. Another request can have the same transfer by mistake."""
+        """Whether this request has offered the transfer. Another request can have the same transfer name by mistake."""
         return self.offer is not None and self.offer.request == request
 
     def full(self, readers: int) -> bool:
         """Whether every reader has opened the transfer.
 
         Args:
-            readers: their number, as another rank says; an earlier rank can have said more.
+            readers: number of readers according to another rank. The largest number that any rank has given counts.
         """
         return len(self.streams) + len(self.finished) >= max(self.readers, readers)
 

@@ -16,7 +16,7 @@ _SHARE_OF_ONE = 4
 
 
 class OutgoingTransfers:
-    """Every lookup costs what it finds, however many transfers there are. Used by one thread."""
+    """The cost of a look-up grows with its result, not with the number of transfers. Used by one thread."""
 
     def __init__(self) -> None:
         self._transfers: dict[str, OutgoingTransfer] = {}
@@ -44,15 +44,16 @@ class OutgoingTransfers:
         return self._transfers.get(transfer)
 
     def announced(self, transfer: str) -> OutgoingTransfer:
-        """The transfer of a request that this engine has queued or computed. A new one expires at once, unless the caller
-        says how long it is kept."""
+        """The transfer of a request that this engine has queued or computed. A new transfer expires at once, unless the
+        caller extends it."""
         self._announce(transfer)
         return self._transfers.get(transfer) or self._new(transfer, 0.0)
 
     def requested(
         self, session: SessionId, transfer: str, expires: float
     ) -> OutgoingTransfer | None:
-        """The transfer that a consumer asks for. A new one is kept until `expires`; None if there are too many of them."""
+        """The transfer that a consumer asks for. A new transfer is kept until `expires`. None if there are too many
+        transfers."""
         if (outgoing := self._transfers.get(transfer)) is not None:
             return outgoing
         most = MOST_UNANNOUNCED
@@ -104,7 +105,8 @@ class OutgoingTransfers:
         self.leased_pages += pages
 
     def oldest_waiting(self, but: OutgoingTransfer | None = None) -> OutgoingTransfer | None:
-        """The oldest leased transfer whose fetch has not begun; not `but`, and none that is kept for an audit."""
+        """The oldest leased transfer whose fetch has not begun, except for `but` and transfers that are kept for an
+        audit."""
         kept = set(self._kept.values())
         for transfer in self._leases:
             outgoing = self._transfers[transfer]

@@ -58,7 +58,8 @@ class PastTransfers:
         return self._unwanted[transfer][0]
 
     def remember(self, transfer: str, cause: Cause | None, *, request_ended: bool) -> None:
-        """The transfer has ended. The last thousand are remembered. If one ends several times, its first cause counts."""
+        """The transfer has ended. The last thousand ended transfers are remembered. If a transfer ends several times,
+        its first cause counts."""
         earlier = self._ended.get(transfer)
         self._ended[transfer] = _End(earlier.cause if earlier else cause, request_ended)
         if len(self._ended) > _REMEMBERED:
@@ -69,8 +70,8 @@ class PastTransfers:
         self._ended.pop(transfer, None)
 
     def unwant(self, transfer: str, cause: Cause, until: float) -> None:
-        """The transfer was cancelled; remember that until this time. If it is remembered already, the first cause and the
-        later time count: vLLM announces a request whose client has left once more, and aborts it again.
+        """The transfer was cancelled; remember that until this time. If it is remembered already, the first cause and
+        the later time count: after a client has left, vLLM announces the request once more, and aborts it again.
 
         Nothing is remembered if the transfer's request has ended: no KV of it will come, and a new request can have
         its name."""

@@ -122,8 +122,8 @@ class Producer:
         """The prefill has computed `tokens` tokens.
 
         Args:
-            stop_layer: the step still runs, and has computed them in the model's layers below this one. None: they
-                are computed in all layers.
+            stop_layer: the step still runs, and has computed these tokens only in the model's layers below this layer.
+                None: in all layers.
         """
         outgoing = self._transfers.get(transfer)
         if outgoing is None or outgoing.final or not outgoing.offered_by(request):
@@ -140,12 +140,12 @@ class Producer:
     def revoke(
         self, transfer: str, request: str, doubtful_since: float = float("inf")
     ) -> list[Action]:
-        """The request was preempted: its pages belong to others now. It offers the KV again when it has computed it again.
-        Chunks that were sent before are right, unless they are in doubt.
+        """The request was preempted: its pages belong to others now. When the request has been computed again, its KV
+        is offered again. Chunks that were sent before are right, except for those since `doubtful_since`.
 
         Args:
-            doubtful_since: a step of the engine. A chunk gathered in this step or later may hold what another request
-                wrote. Readers of such chunks are refused.
+            doubtful_since: a step of the engine. A chunk gathered in this step or later may hold another request's KV.
+                Readers of such chunks are refused.
         """
         outgoing = self._transfers.get(transfer)
         if outgoing is None or outgoing.final or not outgoing.offered_by(request):

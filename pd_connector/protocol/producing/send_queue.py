@@ -15,7 +15,8 @@ class SendQueue:
         self._ready: dict[tuple[str, SessionId], None] = {}
 
     def enqueue(self, transfer: str, session: SessionId) -> None:
-        """More of this stream is computed, or it has got slots: it may have a chunk to send."""
+        """Add a stream that may have a chunk to send: more of it is computed, or it has got
+        slots."""
         stream = self._transfers.stream(session, transfer)
         if stream is not None and stream.accepted and stream.credits:
             self._ready.setdefault((transfer, session))

@@ -18,7 +18,7 @@ class About(msgspec.Struct, frozen=True):
     """The defaults are those of an engine older than this struct: it speaks the first schema.
 
     Attributes:
-        version: of pd-connector; empty if the engine does not say.
+        version: version of pd-connector; empty if the engine does not say.
         newest, oldest: the wire schemas that it speaks.
         model: the model that its first rank had loaded at its start; None if the engine does not say.
     """
@@ -56,7 +56,7 @@ def read(params: object) -> About:
 
 
 def apart(ours: About, theirs: About) -> bool | None:
-    """Whether two engines have no common schema: True if ours is older, False if theirs is older. None: they have one."""
+    """None if two engines have a common schema. Otherwise True if ours is older, False if theirs is older."""
     if ours.newest < theirs.oldest:
         return True
     return False if theirs.newest < ours.oldest else None

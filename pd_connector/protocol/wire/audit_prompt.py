@@ -18,7 +18,7 @@ def audit_body(model: str, params: Mapping[str, Any], salt: str) -> dict[str, An
     Args:
         model: the name under which this engine serves its model.
         params: its `kv_transfer_params`.
-        salt: the same for both engines, from `fresh_salt`.
+        salt: from `fresh_salt`; the same for both engines.
     """
     return {
         "model": model,

@@ -48,7 +48,7 @@ class _Body(msgspec.Struct, array_like=True):
 
 
 class _BodyWithContext(_Body, array_like=True):
-    """Written for engines with context parallelism only: the names of others stay as they were."""
+    """The form for engines with context parallelism. Other engines' names keep the older form."""
 
     context: tuple[int, int, tuple[int, ...]] = Context()
 

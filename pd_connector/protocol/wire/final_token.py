@@ -29,12 +29,12 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
 class FirstDraft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a draft model has made of the prompt and of the first token. Drafting goes on from there.
+    """A draft model's results for the prompt and the first token, from which another engine continues drafting.
 
     Attributes:
         hidden: the draft model's hidden state of the prompt's last token, its bytes.
         tokens: the likeliest tokens after the first one, as the draft model numbers them.
-        probabilities: of these tokens.
+        probabilities: the probabilities of these tokens.
     """
 
     hidden: Annotated[bytes, msgspec.Meta(max_length=MAX_HIDDEN_BYTES)]
@@ -54,8 +54,8 @@ class FinalToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         counts: counts of the prefill engine for the request, such as cached tokens.
         draft: the first draft. It is sent to consumers that need it; the others may not know this field.
 
-    Fields with their default are not sent. A default is nothing that pickle has to look for (`msgspec.UNSET` is in no module, so
-    pickle asks all modules for it): engines pickle this from one process to another.
+    Fields with their default are not sent. No default is `msgspec.UNSET`: engines pickle this struct between processes,
+    and pickle searches all modules for `UNSET`, because it is in none.
     """
 
     transfer: Name
@@ -79,11 +79,10 @@ def draft_form(tokens: int, elements: int, dtype: str, token_map: str = "none") 
     """Name of a form of first drafts, in `Hello.needs`: both sides must have the same one.
 
     Args:
-        tokens: that it has (SGLang: `--speculative-eagle-topk`).
-        elements: of its hidden state.
-        dtype: of these elements.
-        token_map: digest of the map from the draft model's tokens to the model's, by which the draft's tokens are read;
-            "none" where both are the same.
+        tokens: number of its tokens (SGLang: `--speculative-eagle-topk`).
+        elements: number of elements of its hidden state.
+        dtype: dtype of these elements.
+        token_map: digest of the map from the draft model's token ids to the model's; "none" if the ids are the same.
     """
     return f"{_DRAFT} of {tokens} tokens with {elements} elements of {dtype}, token map {token_map}"
 

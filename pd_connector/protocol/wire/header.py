@@ -14,13 +14,14 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         transfer: the chunk's transfer.
-        epoch: of the producer's process.
-        sequence: number of the chunk in the plan, which says its `route`, layers and tokens.
+        epoch: epoch of the producer's process.
+        sequence: number of the chunk in the plan. The plan has its route, layers and tokens.
         identity: fingerprint of the tokens whose KV this is.
         codec: name of the route's codec.
         nbytes: bytes of the payload.
-        checksum: of the payload; empty only if the transport verifies every byte.
-        passed: the coarsest codec in which KV had passed before. This KV can have been computed on such KV.
+        checksum: checksum of the payload; empty only if the transport verifies every byte.
+        passed: the coarsest codec that any KV behind this KV has passed through: KV is computed from earlier KV, which
+            may have been coded.
     """
 
     transfer: Name

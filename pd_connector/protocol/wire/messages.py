@@ -42,9 +42,9 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class Hello(Message, frozen=True):
     """Consumer, first message of a session: its identity, and what it can receive.
 
-    `codecs` are those that it permits. `readable` are the transports over which it can read. `needs` is what must come with
-    the end of each transfer (`final_token`). `extended` is the geometry if it needs schema 2. `geometry` then only
-    serves a peer of schema 1, which must be able to read it.
+    `codecs` are the codecs that it permits. `readable` are the transports over which it can read. `needs` names the
+    data that must come with the end of each transfer (`final_token`). `extended` is the geometry if it needs schema 2.
+    `geometry` then only serves a peer of schema 1, which must be able to read it.
     """
 
     newest: Count
@@ -190,8 +190,8 @@ class LeftInPages(Message, frozen=True, tag="OfferedPages"):
     """Producer, to an `Open` with `direct`: a chunk is left in leased pages, to be read there. It takes the granted landing
     slot `slot`, although the slot stays empty.
 
-    `addresses` are those of its pieces of `piece_bytes` bytes each, in the order of the payload, as little-endian words of
-    64 bits. Their checksum is XXH3.
+    `addresses` are the addresses of its pieces of `piece_bytes` bytes each, in the order of the payload, as
+    little-endian words of 64 bits. Their checksum is XXH3.
     """
 
     transfer: Name

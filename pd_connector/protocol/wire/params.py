@@ -125,7 +125,8 @@ class ProducerAddress(NamedTuple):
         return self.peers[0].source.port
 
     def same_place(self, other: "ProducerAddress") -> bool:
-        """Whether both are the same address. Other fields can differ: only an answer to `describe` has them all."""
+        """Whether host, port and engine are the same. Other fields can differ: only an answer to `describe` has all
+        fields."""
         return self[:3] == other[:3]
 
     def fields(self) -> dict[str, Any]:
@@ -233,7 +234,7 @@ def decode_params(address: ProducerAddress, transfer: str) -> dict[str, Any]:
     """Parameters of a decode request whose KV comes from the prefill engine at `address`.
 
     Args:
-        address: of the prefill engine.
+        address: address of the prefill engine.
         transfer: the name of the KV in `prefill_params` of the prefill request.
     """
     return {
@@ -261,11 +262,11 @@ def response(
     """The parameters in a prefill's answer. A proxy puts them into the decode request unchanged.
 
     Args:
-        address: of this engine.
+        address: address of this engine.
         transfer: the name of the KV.
         pages: page ids by page table.
-        tokens: tokens of the prompt.
-        push: the proxy can send both requests of the next prompt at once. Only a proxy that names the KV itself can do
+        tokens: number of tokens of the prompt. push: the proxy can send both requests of the next prompt at once. Only
+            a proxy that names the KV itself can do
             that. vllm-router does not name it, and drops our name if it sees `push`.
     """
     fields = address.fields()

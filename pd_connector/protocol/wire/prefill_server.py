@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP server of a vLLM prefill engine, in the form in which a router names it to an SGLang decode engine.
 
-SGLang's own prefill engines have a registry that names it. The router writes it into the request's `custom_params`,
-which SGLang passes to its scheduler unread. The decode engine needs it only if the prompt must be computed again.
+SGLang's own prefill engines have a registry that names their HTTP server. The router writes it into the request's
+`custom_params`, which SGLang passes to its scheduler unread. The decode engine needs it only if the prompt must be
+computed again.
 """
 
 from typing import Any, NamedTuple

@@ -64,8 +64,8 @@ class Asker(ABC):
 
 
 class VllmAsker(Asker):
-    """Through the router (time to first token, bytes, descriptors), in the two steps of a simpler proxy, which show the
-    handoff from outside, and to the prefill engine alone."""
+    """Sends a prompt in three ways: through the router (time to first token, bytes, descriptors); in the two steps of a
+    simpler proxy, which show the handoff from outside; and to the prefill engine alone."""
 
     def __init__(self, prefill: Client, decode: Client, router: Client) -> None:
         self._prefill = prefill
@@ -104,8 +104,8 @@ class VllmAsker(Asker):
 
 
 class CrossAsker(Asker):
-    """To a prefill engine of one kind and a decode engine of another, through the router, and to the vLLM engine of the
-    two alone."""
+    """Sends a prompt through the router to a prefill engine of one kind and a decode engine of the other kind, and to
+    the vLLM engine of the two alone."""
 
     def __init__(self, decode: Client, router: Client, reference: Client) -> None:
         self._decode = decode
@@ -122,7 +122,7 @@ class CrossAsker(Asker):
 
 
 class SglangAsker(Asker):
-    """To a pair of SGLang engines, as SGLang's router does, and to one engine alone."""
+    """Sends a prompt to a pair of SGLang engines, as SGLang's router does, and to one engine alone."""
 
     def __init__(
         self, prefill: SglangEngine, decode: SglangEngine, reference: SglangEngine

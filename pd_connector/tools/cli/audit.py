@@ -109,7 +109,8 @@ def look(url: str, ask: Ask) -> Engine:
 
 
 def pairs_of(engines: Sequence[Engine]) -> Iterator[tuple[Engine, Engine]]:
-    """Each engine that hands KV over, with each that fetches: preferably those that only fetch."""
+    """Pairs of each engine that hands KV over with each engine that fetches KV, preferably with engines that only
+    fetch."""
     only = [engine for engine in engines if not engine.hands_over]
     for prefill, decode in permutations(engines, 2):
         if prefill.hands_over and (decode in only or not only):

@@ -32,7 +32,8 @@ START_S = 120.0
 
 
 class Benchmarks(EntryPoints):
-    """`wire`, and entry points of the group `pd_connector.benchmarks`, of which one may stand in for it."""
+    """The command `wire`, and entry points of the group `pd_connector.benchmarks`; an entry point with the name `wire`
+    replaces it."""
 
     points = BENCHMARKS
 

@@ -108,7 +108,8 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
     """All findings about a JSON text or a file, without those about its engines' drafts.
 
     Args:
-        environment: variables of the engine's process. A file that names PD_CONNECTOR_KEY or PD_CONNECTOR_HOST is taken to set them well.
+        environment: variables of the engine's process. If a file names PD_CONNECTOR_KEY or PD_CONNECTOR_HOST, its value
+            is assumed to be right.
     """
     inline = config.lstrip().startswith("{")
     place = "config" if inline else "standard input" if config == "-" else config

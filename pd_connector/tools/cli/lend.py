@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pd-connector pool lend`: lends memory of this host to Mooncake until it is told to end.
 
-While it runs, the same command with another size changes what is lent: it asks the one that runs, over a socket in the pool's
-folder.
+While it runs, the same command with another size changes the amount of lent memory: it sends a request to the running
+process, over a socket in the pool's folder.
 """
 
 import contextlib
@@ -139,7 +139,8 @@ def _serve(nbytes: int, far: str, recall_within_s: float, path: Path, metrics: s
 
 
 def _end_at(deadline_s: float) -> None:
-    """Whatever a silent master keeps waiting for, the memory is this host's at the deadline."""
+    """End the process at the deadline, also if a silent master still blocks the recall, so that this host gets its
+    memory back."""
 
     def wait() -> None:
         time.sleep(max(0.0, deadline_s - time.monotonic()))

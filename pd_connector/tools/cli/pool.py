@@ -150,7 +150,8 @@ def opened_carrier() -> Iterator[CarrierLink]:
 
 
 def far_keys(link: CarrierLink) -> list[bytes]:
-    """The chunks that a carrier knows to be in its far store, those that it noted first first. Ends the command if it ends."""
+    """The chunks that a carrier knows to be in its far store, in the order in which it noted them. Ends the command if
+    the carrier ends."""
     there: dict[bytes, None] = {}
     after, more = 0, True
     while more:
@@ -205,7 +206,7 @@ def codec_of(chunk: Chunk) -> str:
 
 
 def show(status: StoreStatus, codecs: Mapping[str, Counter[str]], console: Console) -> None:
-    """Print a status as a table, and what is not as usual below it.
+    """Print a status as a table, and warnings below it.
 
     Args:
         codecs: bytes by tier and codec.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process and everything it started, seen and ended as one.
+"""A process and all its descendants, counted and ended together.
 
 An engine is a handful of processes. Some of them outlive a parent that is killed, and then spin at full speed.
 Members are therefore found in three ways that complement each other: by descent, by process group, and by a

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person sees while services start, or work is done: spinners, or plain lines without a terminal.
+"""Shows progress while services start, or work is done: spinners, or plain lines without a terminal.
 
-Either way it never stands still for long: a line at least every BEAT_S has the seconds, and what is waited for.
+It never stands still for long: at least every BEAT_S it shows the seconds, and the services that it waits for.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Lines:
 
 @contextmanager
 def working(console: Console, words: str) -> Iterator[Callable[[str], None]]:
-    """Show what is being done: a spinner, or a line every BEAT_S. The function that is given changes the words."""
+    """Show progress: a spinner, or a line every BEAT_S. Yields a function that changes the text."""
     if console.is_terminal:
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:

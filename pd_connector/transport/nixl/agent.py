@@ -86,8 +86,8 @@ class NixlAgent:
         nbytes: int,
         note: bytes = b"",
     ) -> Any:
-        """Start a transfer between two places; returns its handle. What the source holds must be
-        there already: NIXL knows of no stream that still writes it.
+        """Start a transfer between two places; returns its handle. The source must be complete: NIXL does not wait for
+        a stream that still writes it.
 
         Raises what NIXL raises: its exceptions have no common base.
         """
@@ -135,7 +135,7 @@ class NixlAgent:
             return {}
 
     def close(self) -> None:
-        """Destroy it, which stops its transfers. All their handles must have been released."""
+        """Destroy the agent, which stops its transfers. All their handles must have been released."""
         if self._nixl is not None:
             for registered in self._registered:
                 self._nixl.deregister_memory(registered)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """NIXL's library, imported so that processes end cleanly on hosts with RDMA packages.
 
-NIXL's wheel brings its own libnl-route, under another file name. A module of its UCX (EFA's) loads the system's libefa and
-with it the system's libnl-route. A library that is loaded on behalf of another one looks for functions first where
-that one does. So the system's copy calls the wheel's `rtnl_tc_register`. The call refuses its traffic classes, because
-the wheel's have the same names. At the process' end the copy calls `rtnl_tc_unregister`, which takes out of a list what
-never was in it. The process crashes there, after all its work (SIGSEGV; seen with NIXL 1.5.1 beside Debian's libibverbs1,
-librdmacm1 and ibverbs-providers).
+NIXL's wheel brings its own libnl-route, under another file name. A module of its UCX (EFA's) loads the system's libefa,
+which loads the system's libnl-route. Loaded this way, the system's libnl-route resolves its functions in the wheel's
+copy first. So it calls the wheel's `rtnl_tc_register`, which refuses its traffic classes, because the wheel's have the
+same names. At the process's end it calls `rtnl_tc_unregister`, which removes an entry that never was in the list. The
+process crashes there, after all its work (SIGSEGV; seen with NIXL 1.5.1 beside Debian's libibverbs1, librdmacm1 and
+ibverbs-providers).
 
 A library that is loaded by itself finds its own functions first. So the system's libnl-route is loaded before UCX
 starts. The other libraries are left to UCX: libefa must find the wheel's libibverbs, or EFA devices are not seen.
@@ -38,10 +38,10 @@ def import_nixl() -> Any:
 
 
 def persistently(make: Callable[[], Made]) -> Made:
-    """Call `make`, which opens NIXL's backend UCX, and call it again where it fails.
+    """Call `make`, which opens NIXL's backend UCX, and call it again if it fails.
 
-    UCX looks at every network interface of the host, and fails if one goes meanwhile. Interfaces of containers come
-    and go beside an engine. Where interfaces came and went every 30 ms, 17 of 40 calls failed.
+    UCX looks at every network interface of the host, and fails if an interface is removed meanwhile. Interfaces of
+    containers come and go beside an engine. Where interfaces came and went every 30 ms, 17 of 40 calls failed.
 
     Raises what `make` raised last.
     """

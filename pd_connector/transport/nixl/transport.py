@@ -117,7 +117,7 @@ class NixlRead:
 
 @dataclass(slots=True)
 class NixlProducer:
-    """An expected producer. It has an agent from the first read on: most sessions only write."""
+    """An expected producer. Its NIXL agent is made at the first read, because most sessions only write."""
 
     address: NixlAddress
     on_device: bool  # slots of both sides lie there
@@ -373,6 +373,6 @@ class NixlTransport(Transport):
 
 
 def _reads_are_safe(host: str) -> bool:
-    """Whether a consumer that dies while it reads leaves its producer alive. Over plain TCP UCX has
-    the producer help, and aborts the producer's process when the consumer is gone."""
+    """Whether a producer survives a consumer that dies during a read. Over plain TCP it does not: the producer's UCX
+    takes part in the read, and aborts its process when the consumer is gone."""
     return is_loopback(host) or any(Path("/sys/class/infiniband").glob("*"))

@@ -18,9 +18,9 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         listener: the abstract name of its Unix socket.
-        token: what it presents when it connects.
-        slots, slot_bytes: of its landing slab.
-        send_slots, send_slot_bytes: of its sending slab; no slots where that is not shared.
+        token: the token that it presents when it connects.
+        slots, slot_bytes: number and size of its landing slots.
+        send_slots, send_slot_bytes: number and size of its send slots; 0 slots if the sending slab is not shared.
         token_address: where the token lies in its memory, for a peer that tries whether the kernel lets
             it read that memory; 0 where it is not told.
     """

@@ -48,9 +48,8 @@ class ProducerPeer:
         sources: handles that `expect` has given out for it.
         links: sockets from it, one for each time it has connected.
         window: its sending slab as mapped here; None until its descriptor has arrived.
-        problem: why that will not arrive.
-        pid: its process where the kernel lets this one read its memory, 0 where it does not, None
-            before that was tried.
+        problem: why the descriptor will not arrive.
+        pid: its process id if the kernel lets this process read its memory; 0 if not; None before the first try.
     """
 
     address: ShmAddress
@@ -275,7 +274,7 @@ class ConsumerHalf:
         return landed
 
     def _receive_notes(self, producer: ProducerPeer, link: socket.socket) -> list[Landed]:
-        """What the producer has copied into landing slots, as its notes say."""
+        """The chunks that the producer has copied into landing slots, according to its notes."""
         landed: list[Landed] = []
         for _ in range(_MAX_NOTES):
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptors of memory that pass over a Unix socket, and what the kernel says of the process at its other end."""
+"""Passes descriptors of memory over a Unix socket, and gets the kernel's facts about the process at its other end."""
 
 import array
 import fcntl
@@ -63,7 +63,7 @@ def is_of_same_user(link: socket.socket) -> bool:
 
 
 def peer_process(link: socket.socket) -> int:
-    """The process at the other end, as this process numbers it; 0 if it cannot see it."""
+    """Id of the process at the other end, in this process's namespace; 0 if it is not visible there."""
     return _credentials(link)[0]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared-memory transport does as a producer: it copies chunks into consumers' landing slots."""
+"""The producer's half of the shared-memory transport: it copies chunks into consumers' landing slots."""
 
 import itertools
 import mmap
@@ -35,10 +35,10 @@ class ConsumerPeer:
 
     Attributes:
         link: the socket to it.
-        slots, slot_bytes: of its landing slab.
-        window: that slab as mapped here; None until its descriptor has arrived.
-        problem: why it will not arrive.
-        waiting: header, payload and slot of chunks that were written before.
+        slots, slot_bytes: number and size of its landing slots.
+        window: its landing slab as mapped here; None until its descriptor has arrived.
+        problem: why the descriptor will not arrive.
+        waiting: header, payload and slot of chunks that were written before the descriptor arrived.
         notes: notes for which the socket had no room.
     """
 
@@ -98,7 +98,7 @@ class ProducerHalf:
     """See the module.
 
     Args:
-        token: what consumers know this transport by.
+        token: the token by which consumers recognise this transport.
         sending: the slab that consumers may read, if it is shared.
     """
 

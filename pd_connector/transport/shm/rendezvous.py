@@ -37,7 +37,8 @@ class PendingConnection(NamedTuple):
             os.close(descriptor)
 
     def receive(self) -> "PendingConnection | None":
-        """This connection, with what has arrived since. None if the peer closed it, or broke the protocol."""
+        """This connection, with the token and descriptors that have arrived since. None if the peer closed it, or broke
+        the protocol."""
         try:
             data, descriptors = recv_fds(self.link, TOKEN_BYTES, 1)
         except BlockingIOError:

@@ -3,14 +3,14 @@
 
 In the order in which a reader meets them:
 
-    address.py     what a peer must know: a numeric address, and a secret for the keys
+    address.py     facts for peers: a numeric address, and a secret for the keys
     frames.py      every frame on the wire, with its limits
-    sealing.py     what makes a record one that opens only as the peer's next one
+    sealing.py     tags: a record opens only as the peer's next record
     cipher.py      keys of one connection, and how they seal its records
     sums.py        records with a checksum, where no key is set
     segments.py    memory of sealed records on their way
     sending.py     from a send slot to the socket
-    receiving.py   from the socket into landing memory (landing.py), and what came of it (events.py)
+    receiving.py   from the socket into landing memory (landing.py), and the resulting events (events.py)
     connection.py  one connection that stands: both of these, heartbeats, acknowledgements
     listening.py   the port of a producer, and connections that are not authenticated yet
     consumer.py    a producer's view of one consumer: its links, and the writes to it

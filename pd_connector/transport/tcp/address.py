@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer's transport must know of this one. It travels over the control channel only."""
+"""The facts that a peer's transport must know about this one. They travel over the control channel only."""
 
 from typing import Annotated
 
@@ -20,13 +20,13 @@ class TcpAddress(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         host: numeric; a name would have to be looked up, and a slow name server would stop us.
         port: where it listens.
-        identity: random, who it is.
-        secret: random, a part of every connection's keys. It is told over the control channel only.
-        slots: landing slots it grants at most.
+        identity: random id of this transport.
+        secret: random, a part of every connection's keys. It is sent over the control channel only.
+        slots: largest number of landing slots that it grants.
         slot_bytes: the size of each.
         fast_aes: whether its processor has instructions for AES-GCM.
         record_bytes: the largest body of a sealed record that it opens.
-        sums: whether, where no key is set, it seals and opens records with checksums.
+        sums: whether it seals and opens records with checksums if no key is set.
     """
 
     host: Annotated[str, msgspec.Meta(max_length=64)]

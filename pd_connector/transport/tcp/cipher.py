@@ -107,14 +107,14 @@ def dial_code(shared: bytes, listener: TcpAddress, dial: DialFrame) -> bytes:
 
 
 class Handshake:
-    """What both sides derive from one dial.
+    """The codes and keys that both sides derive from one dial.
 
     Args:
         shared: secret of all engines; empty without a key.
-        dialler: who dials.
-        listener: who answers.
+        dialler: address of the dialling side.
+        listener: address of the listening side.
         dial: the dialler's frame.
-        nonce: the listener's.
+        nonce: the listener's nonce.
 
     Attributes:
         sealed: whether records have tags.

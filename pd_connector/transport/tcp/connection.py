@@ -39,7 +39,7 @@ class Connection:
     """Its socket is non-blocking and watched on behalf of `owner`.
 
     Args:
-        seals: of this side's records, and of the peer's; None where they have no tags.
+        seals: seals of this side's records, and of the peer's; None where they have no tags.
         landing: where chunks land; None on the side that sends them.
         record_bytes: the largest sealed body that the peer opens.
     """

@@ -45,7 +45,7 @@ class ConsumerPeer:
         address: its own.
         listener: ours.
         shared: secret of all engines; empty without a key.
-        written: told the end of every write.
+        written: called at the end of every write.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class ConsumerPeer:
             )
 
     def dialled(self, sock: socket.socket, dial: DialFrame, now: float) -> None:
-        """It has dialled. The connection counts once a record has come that only its keys seal: the
-        dial itself may be an old one, sent again by another program."""
+        """The consumer has dialled. The connection counts only after a record sealed with its keys: the dial itself can
+        be a replay by another program."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         handshake = Handshake(self._shared, self.address, self._listener, dial, nonce)
         try:
@@ -143,7 +143,7 @@ class ConsumerPeer:
             self.reject(next(iter(self._candidates)))
 
     def confirmed(self, candidate: "_Candidate", now: float) -> None:
-        """It is live, and its newest connection counts: it has no other one any more."""
+        """The dialler has proven to be live: this connection replaces any earlier connection."""
         assert candidate.connection is not None
         del self._candidates[candidate]
         self._lose("it has dialled again")
@@ -240,7 +240,7 @@ class ConsumerPeer:
 
 
 class _Candidate:
-    """A connection that has not proven to be live; its owner until it is closed."""
+    """Owner of a connection that has not proven to be live yet."""
 
     def __init__(self, consumer: ConsumerPeer, deadline: float) -> None:
         self._consumer = consumer

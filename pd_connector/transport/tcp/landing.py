@@ -15,7 +15,7 @@ class Landing:
     last is lent first, because it is still in the processor's cache.
 
     Attributes:
-        starved: a connection that wanted a slot got none, since this was last set to False.
+        starved: whether a connection needed a slot and got none, since this was last set to False.
         destinations: see `Transport.destinations`.
     """
 

@@ -86,7 +86,7 @@ class Listening:
         self._pause(now)
 
     def heard(self, pending: "_PendingConnection", now: float) -> None:
-        """A pending connection has brought its frame, or something else, or its end."""
+        """A pending connection has data: its frame, something else, or its end."""
         try:
             dial = self._proven(pending.frame)
         except FrameError:

@@ -36,7 +36,7 @@ class ProducerPeer:
         address: its own.
         dialler: ours.
         shared: secret of all engines; empty without a key.
-        landed: told every chunk.
+        landed: called with every chunk.
     """
 
     def __init__(

@@ -45,8 +45,8 @@ class Receiving:
     in the processor's cache. From there they are opened into landing memory, or into the chunk's `Destination`.
 
     Args:
-        opener: opens every record; None where they have no tags.
-        landing: where chunks land; None where none are taken.
+        opener: opens every record; None if records have no tags.
+        landing: memory that chunks land in; None if this side takes no chunks.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Receiving:
         return self._head is not None and self._slot is None and self._destination is None
 
     def receive(self) -> tuple[int, list[Event]]:
-        """Take what has come, within the budget and up to the end of one chunk; returns how many
-        bytes and what they say.
+        """Take bytes that have come, within the budget and up to the end of one chunk. Returns their number and the
+        events in them.
 
         Raises:
             OSError: the connection has ended.
@@ -115,7 +115,7 @@ class Receiving:
         return taken, events
 
     def grows(self) -> bool:
-        """Whether bytes have come since the last call that wait for others to come."""
+        """Whether bytes of an incomplete record have come since the last call."""
         queued = int.from_bytes(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder)
         before, self._queued = self._queued, queued
         return queued > before
@@ -135,7 +135,7 @@ class Receiving:
             self._low_water = requested
 
     def _due(self) -> int:
-        """How many bytes will certainly come before the chunk under way has ended."""
+        """Number of bytes that will certainly come before the end of the chunk under way."""
         if self._head is None:
             return 0
         rest = self._head.nbytes - self._landed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a record one that opens only as the peer's next one, unchanged: its tag.
+"""Seals and opens records by tags: a record opens only if it is the peer's next record, unchanged.
 
-Ciphers do (`cipher.py`), and where no key is set, checksums (`sums.py`).
+Tags come from ciphers (`cipher.py`) or, if no key is set, from checksums (`sums.py`).
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ class Opener(Protocol):
 
     Attributes:
         in_parts: whether a record's body can be opened part by part (`open_parts`).
-        in_clear: as of the peer's `Sealer`.
+        in_clear: the same as for the peer's `Sealer`.
     """
 
     in_parts: bool
@@ -55,8 +55,8 @@ class Opener(Protocol):
         """
 
     def open_parts(self, head: memoryview, sealed: memoryview, parts: Iterable[memoryview]) -> None:
-        """Like `open`, into memory that lies in parts; they are as long as the body together, or
-        there are none: the record is only counted then.
+        """Like `open`, but into several parts of memory, which together are as long as the body.
+        Without parts the record is only counted, not opened.
 
         Raises FrameError as `open` does; the parts are undefined then.
         """

@@ -23,7 +23,8 @@ BUDGET_BYTES = 4 << 20
 
 
 class ChunkWrite(NamedTuple):
-    """One write. The payload is read until it has been sent, and copied nowhere but encrypted."""
+    """One write. The payload is read until it has been sent. Only its encrypted form is ever
+    copied."""
 
     head: ChunkHead
     payload: memoryview
@@ -40,8 +41,8 @@ class SealedWrite(NamedTuple):
 class Sending:
     """The sending half of a connection.
 
-    What it holds of its own is one sealed segment, while a chunk is sealed as it is sent; chunks lie
-    where they are until their turn.
+    It holds only one sealed segment, while a chunk is sealed as it is sent. Waiting chunks stay
+    where they are.
 
     Args:
         sealer: seals every record; None where they have no tags.
@@ -69,15 +70,15 @@ class Sending:
 
     @property
     def can_seal(self) -> bool:
-        """Whether a chunk can be sealed now: everything that waits has been, so that its records'
-        numbers are the next ones."""
+        """Whether a chunk can be sealed now: all waiting records are sealed already, so this
+        chunk's records get the next numbers."""
         if self._sealer is None or not self._sealer.in_parts:
             return False
         waits = self._records or self._rest is not None
         return not waits and all(isinstance(chunk, SealedWrite) for chunk in self._chunks)
 
     def say(self, kind: int, body: bytes = b"") -> None:
-        """Queue a small record, before all chunks that have not begun, but for sealed ones."""
+        """Queue a small record, before all chunks that have not begun, except for sealed chunks."""
         self._records.append((kind, body))
 
     def queue(self, chunk: ChunkWrite | SealedWrite) -> None:
@@ -102,7 +103,8 @@ class Sending:
         return SealedWrite(head, [*frames, memoryview(before)])
 
     def withdraw(self, token: int) -> bool:
-        """Forget a chunk that has not begun, nor was sealed; returns whether there was one."""
+        """Forget a chunk that has neither begun nor been sealed; returns whether there was such a
+        chunk."""
         for chunk in self._chunks:
             if chunk.head.token == token and isinstance(chunk, ChunkWrite):
                 self._chunks.remove(chunk)
@@ -115,7 +117,8 @@ class Sending:
         return not waits and (token != self._begun or not (self._frames or self._rest))
 
     def pump(self) -> int:
-        """Send what the socket takes, within the budget; returns how many bytes. Raises OSError."""
+        """Send as much as the socket takes, within the budget; returns the number of bytes. Raises
+        OSError."""
         pumped = 0
         while pumped < BUDGET_BYTES and (self._frames or self._fill()):
             try:
@@ -150,7 +153,7 @@ class Sending:
         return True
 
     def _data(self, rest: memoryview) -> list[memoryview]:
-        """The next part of the payload as a record; all of it where it may pass as it is."""
+        """The next part of the payload as a record; the whole payload if it can pass unsealed."""
         if self._sealer is None or self._sealer.in_clear:
             self._rest = None
             return [memoryview(prefix(BARE if self._sealer else DATA, len(rest))), rest]

@@ -50,7 +50,7 @@ class TcpTransport(Transport):
     Args:
         landing: memory that chunks land in, which no peer can write by itself.
         sending: memory that chunks are sent from, which no peer can write either.
-        host: name or address to listen on; peers are told its numeric address.
+        host: name or address to listen on; peers get its numeric address.
         permits: whether a host may be dialled (`Config.permits`).
         shared: secret of all engines, from which keys are derived; empty for plaintext.
         pace: heartbeats of connections.

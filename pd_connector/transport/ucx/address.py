@@ -29,7 +29,7 @@ class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_address(address: bytes) -> UcxAddress:
-    """Decode a peer's address. Raises TransportError if it is none."""
+    """Decode a peer's address. Raises TransportError if it cannot be decoded."""
     try:
         return msgspec.msgpack.decode(address, type=UcxAddress)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

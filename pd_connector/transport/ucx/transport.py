@@ -4,7 +4,7 @@ shared memory or TCP.
 
 A chunk is one message under the producer's tag. The producer copies it once; it arrives in memory of its own, and the
 slot that it names is only a credit. Messages are sent eagerly (UCX's term): a peer never fetches from our memory,
-so that nothing reads the source of a write that was given up.
+so nothing reads the source of a write that was given up.
 
 UCX neither encrypts nor authenticates, and C code parses its addresses. Anything that reaches its port can do
 harm. Outside of loopback the network between the engines must be trusted, with a key or without.
@@ -121,8 +121,8 @@ class UcxTransport(Transport):
         return cls(parts.config.slot_bytes, parts.config.host)
 
     def address(self) -> bytes:
-        """As the seam says. If UCX does not listen any more, this is the address of a new worker. The worker
-        before lives on for the peers that have a session over it."""
+        """See `Transport.address`. If UCX does not listen any more, this is the address of a new worker. The previous
+        worker stays for the peers that have a session over it."""
         self._workers.renew_if_spent()
         return msgspec.msgpack.encode(UcxAddress(self._workers.current.address, self._tag))
 
@@ -233,7 +233,7 @@ class UcxTransport(Transport):
         self._workers.close()
 
     def _match(self, tag: int) -> None:
-        """Give the messages that wait under this tag memory to arrive in."""
+        """Receive the messages that wait under this tag."""
         for worker in self._workers:
             self._match_at(worker, tag)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of UCX with its listening sockets, which UCX closes for good when there are no descriptors. It ends
-where ucxx's would wait for messages whose sender has died, and frees what ucxx's would keep for ever."""
+"""A worker of UCX with its listening sockets, which UCX closes for good if no descriptors are left. Unlike ucxx's
+worker, it can end while messages of dead senders are missing, and then frees UCX's memory."""
 
 import contextlib
 import ctypes
@@ -51,7 +51,7 @@ class UcxWorker:
     Args:
         api: ucxx's core.
         array: what wraps its buffers.
-        context: of UCX.
+        context: context of UCX.
 
     Raises:
         Exception: UCX cannot make a worker (ucxx's exceptions have no common base).
@@ -93,7 +93,7 @@ class UcxWorker:
             del self._inodes[number]
 
     def keep_accepted_alive(self) -> None:
-        """Let the system ask whether those that have dialled this worker are there."""
+        """Turn on TCP keepalive for the connections of peers that have dialled this worker."""
         keep_accepted_alive(self.ports)
 
     def receive(self, tag: int, most_bytes: int, mask: int = _WHOLE_TAG) -> bool:
@@ -116,8 +116,8 @@ class UcxWorker:
         return True
 
     def arrived(self) -> list[Move]:
-        """Messages that have arrived, or failed, since the last call. Memory of messages without a waiting caller
-        is given back where they have ended."""
+        """Messages that have arrived, or failed, since the last call. Ended messages that no caller waits for are
+        freed."""
         self._orphans = [move for move in self._orphans if not move.request.completed]
         ended = [move for move in self._arriving if move.request.completed]
         self._arriving = [move for move in self._arriving if not move.request.completed]
@@ -135,8 +135,8 @@ class UcxWorker:
 
     @property
     def is_worn(self) -> bool:
-        """Whether there is something that only goes with this worker: sockets of failed dials, or memory
-        for messages whose sender has died."""
+        """Whether the worker holds something that only its end frees: sockets of failed dials, or memory for messages
+        whose sender has died."""
         has_orphans = not all(move.request.completed for move in self._orphans)
         return self.failed_dials >= _MOST_FAILED_DIALS or has_orphans
 
@@ -152,9 +152,9 @@ class UcxWorker:
             self._destroy()
 
     def _destroy(self) -> None:
-        """Free what UCX holds: 5 MiB, and six descriptors. ucxx would not (0.52): a request that has not ended,
-        or was cancelled, and its worker keep each other. Its own object, 0.2 MiB, is left behind, so
-        that it never frees UCX's a second time."""
+        """Free UCX's worker: 5 MiB and six descriptors. ucxx (0.52) would not free it, because a request that has not
+        ended, or was cancelled, and its worker refer to each other. ucxx's own object, 0.2 MiB, is left behind, so that
+        it never frees UCX's worker a second time."""
         memory = [move.buffer for move in (*self._arriving, *self._orphans)]
         self._arriving, self._orphans = [], []  # ucxx cancels requests that go: it still can
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.worker))
@@ -181,7 +181,7 @@ class UcxWorkers:
     Args:
         api: ucxx's core.
         array: what wraps its buffers.
-        options: of UCX.
+        options: options of UCX.
 
     Raises:
         Exception: UCX cannot make a worker (ucxx's exceptions have no common base).
@@ -202,7 +202,7 @@ class UcxWorkers:
         return self._current
 
     def renew_if_spent(self) -> None:
-        """Make a new worker where UCX does not listen any more, or the current one is worn."""
+        """Make a new worker if UCX does not listen any more, or the current worker is worn."""
         if self._current.is_deaf:
             logger.warning(
                 "ucx: its listening socket is closed (no descriptors?), and is opened again"
@@ -212,7 +212,7 @@ class UcxWorkers:
             self.renew_if_worn()
 
     def renew_if_worn(self) -> None:
-        """Make a new worker where the current one holds what goes only with its worker."""
+        """Make a new worker if the current worker is worn (`is_worn`)."""
         if self._current.is_worn:
             self._renew()
 
@@ -225,7 +225,7 @@ class UcxWorkers:
                 self._current.forget_closed()
 
     def leave(self, user: int) -> None:
-        """A link or a source has gone: workers without another peer end."""
+        """A link or a source was removed: end the workers that serve no other peer."""
         for worker in self:
             worker.users.discard(user)
         for worker in [worker for worker in self._spent if not worker.users]:

@@ -4,11 +4,13 @@ producer's KV of it (config key `audit`).
 
 For vLLM an audited request is an ordinary request. The comparison begins after the step that computes the end of its
 prompt, and reads the request's own pages. If the request ends earlier, its pages are kept until the comparison is
-over. Until a producer has passed, vLLM computes all of its prompts itself: no answer is wrong, and no request waits.
+over. Until a producer has passed an audit, vLLM computes all of its prompts itself: no answer is wrong, and no request
+waits.
 
-A state at a prompt's end is overwritten by the next step. So states are compared at the last page boundary of the prompt,
-where both engines keep one (`StateTables.boundary`), and its page is held until then. If one engine keeps none there,
-the next audit compares KV alone: it depends on the states of all layers before it.
+The next step overwrites the state at a prompt's end. So states are compared at the prompt's last page boundary, where
+both engines keep a state (`StateTables.boundary`), and its page is held until then. If one of the engines keeps none
+there, the next audit compares KV alone. That is enough, because a layer's KV depends on the states of the layers below
+it.
 """
 
 import logging
@@ -58,7 +60,8 @@ class _Audit:
 
     @property
     def last(self) -> int:
-        """Number of tokens that are computed when the comparison begins: all tokens to compare, and one more."""
+        """The comparison begins when at least this number of tokens is computed: all tokens to compare, and one
+        more."""
         return self.fetch.tokens + 1
 
 
@@ -66,7 +69,7 @@ class Audits:
     """Used by the scheduler's thread only.
 
     Args:
-        windows: of the engine's page tables.
+        windows: page sizes and windows of the engine's page tables.
         states: the page tables that list states.
         ranks: number of ranks; each compares the KV that it holds.
     """
@@ -107,7 +110,7 @@ class Audits:
         """Whether vLLM computes this prompt itself although its KV can be fetched.
 
         Args:
-            missing: tokens that would be fetched.
+            missing: number of tokens that a fetch would bring.
         """
         request_id = request.request_id
         if self._off:
@@ -119,14 +122,15 @@ class Audits:
         return self._chosen[request_id] and self._eligible(request, fetch, missing)
 
     def wants(self, request: "Request", fetch: Fetch, missing: int) -> bool:
-        """Whether an audit would begin with this request now. `missing`: see `computes`."""
+        """Whether this request would be audited if vLLM gave it pages now. `missing`: see `computes`."""
         return self.computes(request, fetch, missing) and self._eligible(request, fetch, missing)
 
     def begin(self, request: "Request", fetch: Fetch, unchanged: Callable[[], bool]) -> bool:
-        """vLLM has allocated pages to compute a prompt; returns whether it will be audited.
+        """Begin an audit of a prompt for which vLLM has allocated pages. Returns False if this prompt is not audited.
 
         Args:
-            unchanged: asked after the prompt was computed: does the adapter still have the fetch's content?
+            unchanged: called after the prompt was computed; returns whether the adapter still has the content of the
+                fetch.
         """
         if not self.wants(request, fetch, fetch.tokens - fetch.computed_tokens):
             return False
@@ -135,7 +139,7 @@ class Audits:
         return True
 
     def step(self, output: "SchedulerOutput") -> tuple[list[Command], list[str]]:
-        """Changes with this step.
+        """Update all audits after vLLM has scheduled a step.
 
         Returns:
             Commands for the agents, and requests that have ended whose pages may be freed.
@@ -176,11 +180,11 @@ class Audits:
         """A request has ended.
 
         Args:
-            computed: its tokens that were computed.
-            complete: it has come to its own end.
+            computed: number of its computed tokens.
+            complete: whether it was not aborted.
 
         Returns:
-            Whether its pages must be kept until `step` names it, and commands for the agents.
+            Whether the request's pages must be kept until `step` returns its id, and commands for the agents.
         """
         self._chosen.pop(request_id, None)
         audit = self._audits.get(request_id)
@@ -221,7 +225,7 @@ class Audits:
         return commands
 
     def weights_changed(self) -> list[Command]:
-        """This engine's weights have changed: KV of prompts that it computes is of the old weights, or of both."""
+        """This engine's weights have changed: KV of its running prompts is of the old weights, or of both."""
         return [
             command
             for request_id in list(self._audits)
@@ -234,15 +238,16 @@ class Audits:
             pairs.pop(pair, None)
 
     def _compare_kv_only(self, pair: Pair, why: str) -> None:
-        """One of the engines does not keep the states that were to be compared. Without this no audit might ever end."""
+        """Compare only KV in this producer's next audit, because one of the engines does not keep the states to
+        compare. Otherwise no audit of this producer might ever end."""
         if pair not in self._kv_only:
             engine = pair[0][0].engine_id
             logger.info("audits of engine %s compare its KV without its states: %s", engine, why)
         self._kv_only[pair] = None
 
     def _position(self, request: "Request", fetch: Fetch) -> int:
-        """Where vLLM keeps the states of a prompt on both engines; 0: nowhere. The producer's prompt is shorter by the
-        tokens that it leaves, and it also offers the states at its end."""
+        """The position at which both engines keep the states of a prompt; 0: none. The producer's prompt is shorter by
+        the tokens that it leaves to its consumer. It also offers the states at its prompt's end."""
         position, end = self._states.boundary(request.num_prompt_tokens), fetch.tokens
         return position if position in (end, self._states.boundary(end)) else 0
 
@@ -259,7 +264,7 @@ class Audits:
         return missing >= LEAST_TOKENS and not under_way and not early
 
     def _say_short(self, pair: Pair) -> None:
-        """Log, once for a producer, which prompts it takes until its KV is used."""
+        """Log, once for each producer, how long a prompt must be for its audit."""
         if pair in self._passed or pair in self._short:
             return
         self._short[pair] = None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a scheduler whose prompts are computed elsewhere: when their KV is wanted, and what became of it."""
+"""The requests of a scheduler whose prompts are computed elsewhere: when their KV is fetched, and how the fetch
+ended."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -40,9 +41,9 @@ class Recomputed:
     """Requests whose load failed while another part of vLLM's MultiConnector could load them, too. Called by vLLM's
     scheduler only.
 
-    vLLM adds the pages that the failed load would need and the pages of the other part's load: it waits for room for
-    twice the prompt. Requests behind it wait for the same time, even those whose loads have ended. In a cache with fewer
-    pages they wait for ever. Such a request is computed here instead, and nothing is loaded for it.
+    For such a request, vLLM adds up the pages of the failed load and those of the other part's load, so it waits for
+    room for twice the prompt. Requests behind it in the queue wait, too, even if their loads have ended. A smaller
+    cache never has this room. So such a request is computed here, and nothing is loaded for it.
 
     Attributes:
         free_pages: returns the number of free pages in vLLM's cache.
@@ -56,10 +57,10 @@ class Recomputed:
         self._page_sizes = page_sizes
 
     def looks_for_room(self, request: "Request", fetch: Fetch) -> None:
-        """vLLM looks for room for a request whose load failed.
+        """vLLM is about to schedule a request whose load failed.
 
-        If vLLM asks again although there was room, the other part's load keeps the request waiting. vLLM then reads no
-        cache for it, so that neither part loads.
+        If there was room the last time, and vLLM still did not schedule it, the other part's load blocks the request.
+        vLLM then skips the prefix cache for it, so that neither part loads.
         """
         if fetch.had_room:
             request.skip_reading_prefix_cache = True
@@ -71,7 +72,7 @@ class FetchGoesFirst(PageRule):
     """The pool loads nothing for a request that waits for a handoff, or is computed to compare it.
 
     Args:
-        computes: whether that is so, by request id.
+        computes: returns, for a request id, whether the request waits for a handoff or is computed for an audit.
     """
 
     cause = "handoff"
@@ -89,19 +90,19 @@ class Fetching(Part):
 
     Attributes:
         audits: the prompts that are computed here to compare them.
-        rules: its rules about pages.
+        rules: the page rules of this part.
 
     Args:
         windows: page sizes and windows of the engine's page tables.
         states: the page tables that list states.
-        left: tokens at the end of a prompt that this engine computes itself, and that a producer leaves to it if its address
-            does not say how many.
+        left: number of tokens at a prompt's end that this engine computes itself; also the number that a producer
+            leaves to it, unless the producer's address gives another number.
         ranks: number of ranks of this engine.
-        status: says whether a request's KV may be compared.
-        unfilled: gets the loads.
+        status: decides whether a request's KV may be compared.
+        unfilled: records pages that a load fills only in part.
         uncomputable: requests that only a fetch can serve.
-        adapters: what is known of the engine's adapters.
-        replays: vLLM replays a window behind a prefix hit.
+        adapters: the engine's known adapters.
+        replays: whether vLLM replays a window behind a prefix hit.
     """
 
     def __init__(
@@ -157,11 +158,11 @@ class Fetching(Part):
         *,
         watch: bool,
     ) -> None:
-        """A request has been queued whose KV is elsewhere.
+        """Add a queued request whose KV another engine has.
 
         Args:
             identity: what KV of its prompt depends on, and its adapter.
-            watch: it waits without pages until its KV begins to arrive.
+            watch: whether the request waits without pages until its KV can be loaded.
         """
         assert params.remote_request_id is not None
         needed = request.num_prompt_tokens - max(1, self._left)  # the others are computed here
@@ -176,8 +177,8 @@ class Fetching(Part):
             request.skip_reading_prefix_cache = fetch.skips_cache
 
     def tokens(self, request: "Request", params: TransferParams) -> int:
-        """Tokens that the producer has computed. A prompt may continue after the producer's, for example if a proxy has
-        appended its first token. A producer may leave the prompt's last tokens to its consumer."""
+        """Number of tokens that the producer has computed. This prompt can be longer than the producer's, for example
+        if a proxy has appended the first token. A producer can also leave the prompt's last tokens to its consumer."""
         if params.remote_num_tokens is not None:
             return params.remote_num_tokens
         left = self._left if params.left_tokens is None else params.left_tokens
@@ -247,7 +248,8 @@ class Fetching(Part):
         return [Drop(request.request_id, Cause.NOT_NEEDED)]
 
     def _computes(self, request_id: str) -> bool:
-        """Whether a request waits for its KV, or is computed here: to compare it, or because its producer is not trusted yet."""
+        """Whether a request waits for a handoff, or is computed here for an audit or because its producer is not
+        trusted yet."""
         fetch = self._fetches.get(request_id)
         return fetch is not None and fetch.stage is not Stage.OVER
 
@@ -307,6 +309,7 @@ class Fetching(Part):
         return Ended(compared, None, commands)
 
     def _given_up(self, request_id: str) -> None:
-        """KV that was loaded for a request is not used: its adapter was replaced before its first step."""
+        """Count the request's load as failed: its KV is not used, because its adapter was replaced before its first
+        step."""
         if fetch := self._fetches.get(request_id):
             fetch.failed, fetch.outcome = True, Cause.MODEL

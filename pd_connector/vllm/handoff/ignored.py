@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose `kv_transfer_params` cannot be followed, as a whole or in part. All are counted, few are logged."""
+"""Requests whose `kv_transfer_params` are invalid, or invalid in part. All are counted, few are logged."""
 
 import logging
 import time
@@ -26,7 +26,7 @@ class IgnoredParams:
     def note(
         self, request: str, cause: Cause, detail: str, then: str = "its prompt is computed here"
     ) -> None:
-        """One request's parameters are ignored for this cause, and `then` is what happens."""
+        """Count a request whose parameters are ignored, and log the cause and the consequence `then`."""
         self._telemetry.count("ignored_params", cause=cause)
         now = self._clock()
         if now - self._logged.get(cause, float("-inf")) < PAUSE_S:

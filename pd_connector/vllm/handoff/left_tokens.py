@@ -3,11 +3,12 @@
 
 A decode engine computes the last token of a prompt itself, for its logits. With a state (recurrent, or a ring) it begins with
 the state before that token, and a state cannot be taken back by a token. So the prefill engine computes all tokens but the
-last one. A decode engine that goes on from the prefill engine's token (SGLang) needs the state after the whole prompt, and
-says so in the request. A window that vLLM replays after a prefix hit (DeepSeek V4.1) must stand there, too.
+last one. A decode engine that goes on from the prefill engine's token (SGLang) needs the state after the whole prompt,
+and says so in the request. A window that vLLM replays after a prefix hit (DeepSeek V4.1) must end at the same place.
 
-Each module of a multi-module MTP (MiMo, Step) reads one token further ahead than the one before it. Where the prompt ends,
-modules of the prefill engine read drafts, and keep KV of them. So the decode engine computes those tokens, in all layers.
+Each module of a multi-module MTP (MiMo, Step) reads one token further ahead than the previous module. At the prompt's
+end, the prefill engine's modules read draft tokens, and their KV is that of drafts. So the decode engine computes these
+last tokens, in all layers.
 """
 
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ def left_tokens(vllm_config: "VllmConfig", specs: Iterable[Any]) -> int:
     computes the last one all the same.
 
     Args:
-        specs: of vLLM's KV cache groups.
+        specs: specs of vLLM's KV cache groups.
     """
     specs = list(specs)
     stands = StateTables.of(specs) or any(spec.prefix_replay_tokens for spec in specs)
@@ -33,29 +34,29 @@ def left_tokens(vllm_config: "VllmConfig", specs: Iterable[Any]) -> int:
 
 
 def stop_after_prompt(request: "Request") -> None:
-    """Let the engine stop with the first token: a state that has gone on stands for other tokens."""
+    """Let the engine stop after the first token: after a second token the state would no longer be the prompt's."""
     request.max_tokens = 1
 
 
 def takes_inputs_whole(vllm_config: "VllmConfig") -> bool:
-    """Whether vLLM ends a step before an image, or another input, whose tokens are not all in the step, and schedules nothing
-    more of a request that has only a part of them: it counts the tokens that drafts read ahead as computed."""
+    """Whether vLLM never splits an image, or another input, between steps, and also counts tokens that drafts read
+    ahead as computed. With both, a request with only a part of an input's tokens would never be scheduled again."""
     reads_ahead = vllm_config.num_prefill_lookahead_tokens > 0
     return bool(vllm_config.scheduler_config.disable_chunked_mm_input) and reads_ahead
 
 
 def leave_tokens(request: "Request", count: int, *, inputs_whole: bool = False) -> None:
-    """Take `count` tokens off a prompt that has just been queued, and images and other inputs that begin among them. An
-    input that begins before them stays whole; its last tokens are not computed.
+    """Remove the last `count` tokens of a prompt that has just been queued, and images and other inputs that begin
+    within them. An input that begins earlier stays whole; its last tokens are not computed.
 
-    The sampled token follows the shorter prompt, so it is not an answer. A prompt of no more tokens stays as it is: its
-    consumer computes it and fetches nothing.
+    The sampled token follows the shorter prompt, so it is not part of the answer. A prompt of `count` tokens or fewer
+    is not changed: its consumer computes it and fetches nothing.
 
     Args:
         inputs_whole: see `takes_inputs_whole`.
 
     Raises:
-        ValueError: the request wants to know more of its prompt than a shorter one has, or vLLM cannot compute it.
+        ValueError: the request asks for log probabilities of its prompt, or vLLM cannot compute the shorter prompt.
     """
     params = request.sampling_params
     if params is not None and params.prompt_logprobs is not None:

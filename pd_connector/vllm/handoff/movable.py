@@ -13,7 +13,8 @@ def check_movable(request: "Request", params: TransferParams, *, whole: bool) ->
     """Raises ValueError if KV of this prompt must not pass.
 
     Args:
-        whole: a token's KV depends on the whole prompt. KV of a shorter prompt is not that of this one's beginning.
+        whole: whether a token's KV depends on the whole prompt, so that a shorter prompt's KV cannot be used for a
+            longer one.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise ValueError("the prompt has embeddings: only token prompts are moved")

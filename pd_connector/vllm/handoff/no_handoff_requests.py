@@ -21,7 +21,7 @@ class NoHandoffRequests:
     """Used by vLLM's scheduler only.
 
     Args:
-        page_tokens: a prompt that is no longer than this has nothing to move.
+        page_tokens: a prompt of this length or shorter has no KV to move.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class NoHandoffRequests:
         self._unlogged = 0
 
     def used(self) -> None:
-        """A request has asked for a handoff: there is a proxy that does. Nothing is logged from now on."""
+        """A request has asked for a handoff, so the proxy speaks to PDConnector. Nothing is logged from now on."""
         self._used = True
 
     def note(self, prompt_tokens: int, params: object) -> None:
-        """A request has come that asks for no handoff.
+        """Note a request that asks for no handoff.
 
         Args:
             params: its `kv_transfer_params`.

@@ -35,9 +35,9 @@ class Offers(Part):
     Args:
         windows: page sizes and windows of the engine's page tables.
         states: the page tables that list states.
-        status: says whether a request's KV may be handed over.
+        status: decides whether a request's KV may be handed over.
         model: the model that the ranks have loaded.
-        address: this engine's address, as proxies get it.
+        address: this engine's address in the form that proxies get.
         streams: whether KV is sent while its prompt is computed.
         replays: vLLM replays a window behind a prefix hit.
     """
@@ -89,16 +89,16 @@ class Offers(Part):
             ) from None
 
     def describe(self, request: "Request") -> None:
-        """A request has come that only asks what this engine is, and for the addresses of its ranks."""
+        """Answer a request that only asks for this engine's description and its ranks' addresses."""
         self._describes.add(request.request_id)
 
     def add(
         self, request: "Request", transfer: str, identity: bytes, *, chooses_first: bool
     ) -> Command:
-        """A request has come, and another engine wants its KV. Returns a command for the agents.
+        """Add a request whose KV another engine will fetch. Returns a command for the agents.
 
         Args:
-            chooses_first: the prompt is whole, so the token that follows it is the first of the answer.
+            chooses_first: whether the prompt is whole, so that the sampled token is the answer's first token.
         """
         self._transfers[request.request_id] = transfer, identity, chooses_first
         # By chance: of every 16th prompt, a router that takes turns would send all to the same decode engine.
@@ -191,8 +191,8 @@ class Offers(Part):
 
 
 def _final_token(request: "Request", transfer: str, identity: bytes) -> FinalToken | None:
-    """The first token, for decode engines that continue from it. vLLM does not tell a connector the token's log
-    probability; a router takes that from this engine's answer."""
+    """The first token, for decode engines that continue from it. vLLM gives a connector no log probability of the
+    token; a router takes it from this engine's answer."""
     if not request.output_token_ids:
         return None
     first = request.output_token_ids[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running prefills in the scheduler: the part of their KV that is computed after each step."""
+"""Running prefills in the scheduler: how much of their KV is computed after each step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,8 +39,8 @@ class Streaming:
     """Prompts that are being computed for a consumer.
 
     Args:
-        windows: of the engine's page tables.
-        states: which of them list states. States are offered with the final offer.
+        windows: page sizes and windows of the engine's page tables.
+        states: the page tables that list states. States are offered with the final offer.
     """
 
     def __init__(self, windows: Windows, states: StateTables) -> None:
@@ -87,8 +87,8 @@ class Streaming:
         return commands, prefills
 
     def _take_back(self, request_id: str, prompt: _Prompt, computed: int) -> list[Command]:
-        """A sliding window passes the prompt while it decodes. Pages that vLLM has freed are no longer offered, the
-        others still are. A consumer that needs a freed page is refused."""
+        """Stop offering pages that vLLM has freed because a sliding window has passed them during decoding. Other pages
+        stay offered. A consumer that needs a freed page is refused."""
         first = prompt.offered or self._windows.first_wanted(prompt.tokens)
         ends = (pages_for(prompt.tokens, size) for size in self._windows.page_sizes)
         kept = map(max, first, self._windows.first_kept(computed))
@@ -123,8 +123,8 @@ class Streaming:
 def scheduled(
     output: "SchedulerOutput", requests: Mapping[str, _HasPages]
 ) -> Iterator[tuple[str, int]]:
-    """Those of `requests` that this step computes, each with the number of its tokens that were computed before. Updates
-    their page tables."""
+    """Yield the ids of `requests` that this step computes, each with its number of tokens that earlier steps have
+    computed. Updates these requests' page tables."""
     for new in output.scheduled_new_reqs:
         request = requests.get(new.req_id)
         if request is not None:
@@ -158,7 +158,7 @@ def _all_computed_before(output: "SchedulerOutput") -> bool:
 
 
 def kept_pages(tables: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
-    """vLLM's page tables as ours: a page that is not kept has the id -1."""
+    """vLLM's page tables, with the id -1 for pages that vLLM does not keep."""
     return tuple(
         [page if page != NULL_PAGE else -1 for page in table] if NULL_PAGE in table else list(table)
         for table in tables

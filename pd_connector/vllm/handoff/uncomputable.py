@@ -42,7 +42,7 @@ class Uncomputable:
             _read_caches(request)
 
     def waits(self, request_id: str, tokens: int) -> bool:
-        """Whether a request must not be computed if KV of only `tokens` tokens is here or can be fetched.
+        """Whether a request must wait, because KV of only `tokens` tokens is here or can be fetched, and it needs more.
 
         vLLM offers a connector no way to end one request, so this request waits until its client gives up.
         """
@@ -64,11 +64,11 @@ class Uncomputable:
 
 
 def _read_caches(request: "Request") -> None:
-    """Let vLLM ask for KV of the prompt, although the client wants log probabilities of the prompt.
+    """Remove `prompt_logprobs`, so that vLLM asks the connector for KV of the prompt.
 
-    For such a request vLLM ignores what a connector answers, and computes. Log probabilities of tokens whose KV was
-    fetched would be memory that nobody has written, so there are none in the answer. The parameters may be the
-    client's own object: they are copied.
+    With `prompt_logprobs` vLLM ignores the connector's answer, and computes the prompt. Fetched tokens have no log
+    probabilities (the memory would be uninitialised), so the answer has none. The parameters are copied first, because
+    they can be the client's own object.
     """
     if not request.skip_reading_prefix_cache:
         return
@@ -79,7 +79,7 @@ def _read_caches(request: "Request") -> None:
 
 
 def _is_bare(data: Mapping[str, Any] | None) -> bool:
-    """Whether processed data has only sizes, which are few whole numbers."""
+    """Whether processed data of an input has only sizes (a few whole numbers), not its content."""
     if is_elsewhere(data):
         return False
     return elements(data) < LEAST_ELEMENTS and not has_fractions(data)

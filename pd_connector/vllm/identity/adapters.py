@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters (LoRA) by content: for peers, and for vLLM's own prefix cache.
 
-vLLM keys the pages of its prefix cache by an adapter's name and path. If another adapter is loaded under the same
-name and path, it would find the earlier adapter's pages, and these would be handed over as its own. So pages are
-keyed by content, too. Tiers that other connectors key by vLLM's block hashes follow.
+vLLM keys the pages of its prefix cache by an adapter's name and path. If another adapter is loaded under the same name
+and path, it would find the earlier adapter's pages, and hand them over as its own. So pages are keyed by content, too.
+The same holds for tiers of other connectors, which use vLLM's block hashes.
 
 A request keeps the adapter's content as it was when the request came. Its KV is handed over only if the files are
 untouched at its end: vLLM rereads an adapter that it had evicted, also while a request for it runs.
 
-vLLM tells adapters by their numbers, and an adapter that is replaced in place keeps its number. Each step loads one
-adapter for a number: of the request that joined the batch first, or last (vLLM's two model runners differ). So a
+vLLM identifies adapters by number, and an adapter that is replaced in place keeps its number. Each step loads one
+adapter for a number: that of the request that joined the batch first, or last (vLLM's two model runners differ). So a
 request that comes while requests of the replaced adapter are here may be computed with either.
 """
 
@@ -66,7 +66,7 @@ def read_adapter(path: str) -> LoadedAdapter:
 
 
 def read_files(path: str) -> AdapterFiles:
-    """Raises OSError: there are no weights of an adapter, or they cannot be read."""
+    """Read an adapter's files. Raises OSError if there are no adapter weights, or they cannot be read."""
     folder = _folder(path)
     states = _states(folder)
     files = AdapterFiles(adapter_fingerprint(folder), folder, states)
@@ -121,7 +121,7 @@ class _Use:
 
 
 class Adapters:
-    """The known adapters of an engine. Any thread may ask.
+    """The known adapters of an engine. Can be used by any thread.
 
     Attributes:
         problem: why no adapter is trusted; usually empty.
@@ -173,10 +173,12 @@ class Adapters:
         )
 
     def replaced(self, request: "Request", *, look: bool = True) -> bool:
-        """Whether vLLM may have another adapter now than when the request came; its content need not be known.
+        """Whether vLLM may now have another adapter than when the request came. Works for adapters without a known
+        content, too.
 
         Args:
-            look: look at the files now. Otherwise a moment ago is enough; a load or a removal counts at once.
+            look: whether to check the files now. Otherwise a check from a moment ago is enough; a load or removal
+                counts at once.
         """
         if not request.lora_request:
             return False
@@ -237,8 +239,8 @@ class Adapters:
             self._note(number, loaded)
 
     def load_failed(self, lora: Any) -> None:
-        """vLLM could not load an adapter; some ranks may have loaded it. If it was to replace another adapter, neither of the
-        two is trusted."""
+        """vLLM could not load an adapter, but some ranks may have loaded it. If it should have replaced another
+        adapter, neither is trusted."""
         number, path = number_and_path(lora)
         with self._lock:
             if loaded := self._loaded.get(number):
@@ -265,10 +267,10 @@ class Adapters:
         return uses[self]  # type: ignore[no-any-return]
 
     def _begin(self, lora: Any, *, replaced: bool) -> _Use:
-        """A request comes for an adapter.
+        """Note the adapter of a new request.
 
         Args:
-            replaced: requests are here for the adapter that had its number before.
+            replaced: whether requests still run for the adapter that had this number before.
         """
         number, _ = number_and_path(lora)
         loaded = self._look(lora)

@@ -50,10 +50,10 @@ def weights_path(
 
     Args:
         model: the name that vLLM was given.
-        revision: of the repository.
+        revision: revision of the repository.
         weights: another place from which vLLM loads weights, if there is one.
         download_dir: vLLM's folder for repositories, if not Hugging Face's cache.
-        subfolder: of the model's folder.
+        subfolder: subfolder of the model's folder.
     """
     name = weights or model
     if "://" in name:
@@ -74,8 +74,8 @@ def weights_path(
 
 def read_config(model: "ModelConfig") -> dict[str, Any]:
     """The config that vLLM serves: `config.json` as it was on disk when vLLM read it, with the operator's overrides.
-    Where it is not known, vLLM's own object, which also has what vLLM adds. If vLLM reads `params.json` instead, it is
-    added under its name."""
+    If that file is not known, the config is vLLM's own object, which also has vLLM's additions. If vLLM reads
+    `params.json` instead, its content is added under the key `params.json`."""
     overrides = model.hf_overrides
     if isinstance(overrides, Mapping | None):
         try:
@@ -92,7 +92,7 @@ def read_config(model: "ModelConfig") -> dict[str, Any]:
 
 
 def read_processor_files(model: "ModelConfig") -> dict[str, str]:
-    """The checkpoint's files on processing images and other inputs: their text, by name."""
+    """Text, by name, of the checkpoint's files about the processing of images and other inputs."""
     folder = folder_of(model.model, model.revision)
     files = () if folder is None else (folder / name for name in _PROCESSOR_FILES)
     return {file.name: file.read_text(errors="replace") for file in files if file.is_file()}

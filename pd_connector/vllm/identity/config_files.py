@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the folders of a model say, as they were when vLLM read its config.
+"""Contents of a model's folders at the time when vLLM read its config.
 
-A connector is made seconds after that, when a name may lead to another folder. So vLLM's `ModelConfig` is watched while
-it is made: the files are held open meanwhile. What they say is kept in the object, which vLLM hands to its processes.
+A connector is made seconds later, when a name can lead to another folder. So vLLM's `ModelConfig` is watched while it
+is made, and the files are held open meanwhile. Their contents are stored in this object, which vLLM passes to its
+processes.
 """
 
 import logging
@@ -30,7 +31,7 @@ def watch() -> None:
 
 
 def folder_text(model: "ModelConfig", place: str) -> ConfigText | None:
-    """What a folder or repository of a model said when vLLM read its config.
+    """Contents of a model's folder or repository at the time when vLLM read its config.
 
     Args:
         place: its folder or repository (`places`).
@@ -52,7 +53,7 @@ def folder_text(model: "ModelConfig", place: str) -> ConfigText | None:
 
 
 def places(model: "ModelConfig") -> tuple[str, str]:
-    """Where a model's config comes from, and the model itself: mostly the same."""
+    """The places of a model's config and of the model itself, which are usually the same."""
     return getattr(model, "hf_config_path", None) or model.model, model.model
 
 
@@ -62,7 +63,7 @@ def folder_of(place: str, revision: str | None) -> Path | None:
 
 
 def in_cache(repository: str, revision: str | None, download_dir: str | None = None) -> Path | None:
-    """A repository's folder in Hugging Face's cache, or in vLLM's folder in its place."""
+    """A repository's folder in Hugging Face's cache, or in vLLM's download folder if that is set."""
     from huggingface_hub import snapshot_download
 
     try:

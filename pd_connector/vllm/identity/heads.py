@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's KV heads in the whole model, as the module says that was built for it. The model's config has one number, and
-layers with a sliding window may have another (MiMo-V2, Gemma 4, Step-3.5)."""
+"""Number of a layer's KV heads in the whole model, read from the module that was built for the layer. The model's
+config has one number, and layers with a sliding window may have another (MiMo-V2, Gemma 4, Step-3.5)."""
 
 import itertools
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ def layer_heads(vllm_config: "VllmConfig", layer: str, own: int) -> int:
 
     Args:
         layer: its name.
-        own: KV heads that this rank holds.
+        own: number of KV heads that this rank holds.
 
     Raises:
         UnsupportedGeometryError: its modules do not name the number.
@@ -38,7 +38,8 @@ def layer_heads(vllm_config: "VllmConfig", layer: str, own: int) -> int:
 
 
 def _named(attention: Any, own: int) -> frozenset[int]:
-    """What the nearest module says that says anything: the attention, or a module around it, up to the list of layers."""
+    """Number of heads in the nearest module that states it: the attention, or a module around it, up to the list of
+    layers."""
     if not isinstance(attention, torch.nn.Module):
         return named_heads([attention])
     lists = (torch.nn.ModuleList, torch.nn.ModuleDict)

@@ -110,7 +110,7 @@ class RequestIdentity:
             self._input(feature)
 
     def exact(self, request: "Request") -> bool:
-        """Whether each image or other input of a request is the only one that came under its identifier.
+        """Whether no identifier of the request's images and other inputs was also used for a different input.
 
         A client may choose an identifier (`uuid`), also the one that vLLM gives another client's image. vLLM then takes its
         encoder's output, or pages of its prefix cache, for either image. KV of such a request is not handed over or saved.
@@ -148,8 +148,8 @@ class RequestIdentity:
     def inputs(self, request: "Request") -> tuple[Input, ...]:
         """A request's images and other inputs by content and identifier, each with its first token.
 
-        A client may choose an identifier (`uuid`), and give the next image the same. vLLM then takes what it has of the first
-        one, or not. So KV of such an image is only found under that identifier, never by its content alone.
+        A client can choose an identifier (`uuid`), and use it again for another image. vLLM may then reuse its result
+        for the first image. So KV of such an image is only found under that identifier, never by content alone.
         """
         return tuple(
             Input(f"{self._input(feature)} as {feature.identifier}", feature.mm_position.offset)
@@ -157,8 +157,8 @@ class RequestIdentity:
         )
 
     def _input(self, feature: Any) -> str:
-        """Hash of what the model is given for an image or other input, after the engine's processor. So the
-        processor's settings count. The model's path, a part of vLLM's own identifier, does not."""
+        """Hash of an image or other input after the engine's processor, as the model gets it. So the processor's
+        settings count. The model's path, a part of vLLM's own identifier, does not."""
         identifier, data = str(feature.identifier), feature.data
         before = self._inputs.get(identifier)
         if before is not None and (is_elsewhere(data) or before.data() is data):
@@ -178,7 +178,7 @@ class RequestIdentity:
 
 
 class AmbiguousInputs(PageRule):
-    """KV of a request with an image or other input whose identifier came with unlike inputs stays with its request.
+    """Keeps KV with its request if the identifier of an image or other input was also used for a different input.
 
     Args:
         identity: remembers all inputs.

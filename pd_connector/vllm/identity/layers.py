@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cached layers as (part of the model, index, kind). By these numbers and labels two engines compare
-their caches."""
+"""Numbers and labels of vLLM's cached layers, from (part of the model, index, kind). Two engines compare their caches
+by them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -60,9 +60,9 @@ def draft_names(
     """The caches of a draft model, if the engine speculates with one.
 
     Args:
-        names: of all caches, the model's own first, as vLLM made them.
+        names: names of all caches, the model's own first, as vLLM made them.
         layers: number of the model's own layers.
-        models: a number for each cache that tells its model; None if that is unknown.
+        models: for each cache the number of its model; None if unknown.
     """
     own = next((models[name] for name in names if models.get(name) is not None), None)
     return frozenset(

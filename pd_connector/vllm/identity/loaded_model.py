@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's view of the model that the ranks of an engine have loaded.
 
-Ranks report it with a step. They read all bytes of their weights first, and an idle engine makes no steps. So it is woken
-for a step now and then. A permanent request for steps would keep the engine from being paused, or stopped.
+Ranks report their model with a step, after they have read all bytes of their weights. An idle engine makes no steps, so
+it is woken for a step now and then. A permanent request for steps would keep the engine from being paused, or stopped.
 """
 
 import time
@@ -44,7 +44,8 @@ class LoadedModel(Part):
         self.facts: ModelFacts | None = None
 
     def introduce(self, facts: ModelFacts | None) -> None:
-        """The engine has started. `facts`: what its first rank had loaded by then, as far as it had read it."""
+        """The engine has started. `facts`: the first rank's facts at that moment, maybe without its weights'
+        fingerprint."""
         self.facts = facts
         self._due |= facts is not None and facts.reading
 
@@ -73,8 +74,8 @@ class LoadedModel(Part):
     def awaited_by(self, prompt: "PoolPrompt") -> bool:
         """Whether a request waits for the next report, so that it can use the pool.
 
-        It does if ranks were reading weights at their last report, and this report was out of date when vLLM first asked
-        about the request. A busy engine has fresh reports.
+        True for a short time, if ranks were reading weights at their last report, and this report was old when vLLM
+        first asked about the request. A busy engine has fresh reports.
         """
         now = time.monotonic()
         prompt.matched_s = prompt.matched_s or now

@@ -107,8 +107,8 @@ def loaded_files(vllm_config: "VllmConfig") -> tuple[CheckpointFiles, ...] | Non
 
 
 def loaded_weights(vllm_config: "VllmConfig") -> Loaded:
-    """Samples of the parameters in memory; empty where the model cannot be reached, or where the
-    engine moves experts from rank to rank as it serves."""
+    """Samples of the parameters in memory; empty if the model cannot be reached, or if the engine moves experts between
+    ranks while it serves."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         return Loaded()
     model = loaded_model(vllm_config)
@@ -160,7 +160,7 @@ def _setting(setting: object) -> str | None:
 
 
 def _encoder(model: "ModelConfig") -> dict[str, str | None]:
-    """What the operator says of the encoder of images and the like that changes what it makes of them."""
+    """The operator's settings of the encoder (of images and other inputs) that change its output."""
     settings = getattr(model, "multimodal_config", None)
     rate = getattr(settings, "video_pruning_rate", None)
     method = getattr(settings, "video_pruning_method", "evs")
@@ -171,8 +171,8 @@ def _encoder(model: "ModelConfig") -> dict[str, str | None]:
 
 
 def _may_draft(vllm_config: "VllmConfig", caches: Mapping[str, CacheId]) -> bool:
-    """Whether a rank of this engine has layers of a draft model. Some drafts keep no KV (Medusa), or read the model's own
-    (Gemma 4). With a pipeline, another rank may have the layers."""
+    """Whether some rank of this engine may have layers of a draft model. Some drafts keep no KV (Medusa), or read the
+    main model's KV (Gemma 4). With a pipeline, another rank may have the layers."""
     staged = vllm_config.parallel_config.pipeline_parallel_size > 1
     return staged or any(cache.number >= DRAFT_LAYERS for cache in caches.values())
 
@@ -180,9 +180,9 @@ def _may_draft(vllm_config: "VllmConfig", caches: Mapping[str, CacheId]) -> bool
 def draft_model(
     vllm_config: "VllmConfig", settings: Config, caches: Mapping[str, CacheId]
 ) -> DraftFiles | bytes:
-    """The draft model whose layers are among these caches: its files, which are to be read, or its fingerprint where it
-    has none. Empty where there is no such model, or nothing is known of its weights. The files of drafts by layers of the
-    model (MTP) are those of the model."""
+    """The draft model whose layers are among these caches: its files, still to be read, or its fingerprint if it has no
+    files. Empty if there is no draft model, or its weights are unknown. Drafts that are layers of the model (MTP) have
+    the model's files."""
     if not _may_draft(vllm_config, caches):
         return b""
     speculative = vllm_config.speculative_config
@@ -255,8 +255,7 @@ def _attention_text(module: torch.nn.Module) -> str:
 
 
 def _configured_rotation(vllm_config: "VllmConfig", served: Mapping[str, Any]) -> str:
-    """What the config says of rotation, where the layer's own module is not known; empty where it
-    says nothing."""
+    """The config's settings of rotation, for a layer without a known module; empty if there are none."""
     fields = _of_rotation(served)
     if not fields:
         return ""

@@ -48,8 +48,8 @@ class ModelWatch(WeightsWatch):
         """A step begins, before its commands are carried out.
 
         Args:
-            suspected: weights may have changed since the step before.
-            idle: the step computes nothing.
+            suspected: whether weights may have changed since the previous step.
+            idle: whether the step computes nothing.
         """
         if self._asleep:
             return

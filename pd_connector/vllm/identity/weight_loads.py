@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches vLLM's loads of weights at the moment they happen.
 
-vLLM does not report loads to a connector. So its loaders are watched: each file that they read is opened here as well, and
-read through that handle. The worker's methods that change weights in place are watched, too, and the model's own
-`load_weights`, which trainers call.
+vLLM does not report loads to a connector. So its loaders are watched: each file that they read is also opened here, and
+read later through that descriptor. The worker's methods that change weights in place are watched, too, and the model's
+own `load_weights`, which trainers call.
 """
 
 import inspect
@@ -73,7 +73,7 @@ def watch_model(model: torch.nn.Module) -> None:
 
 
 def watch_calls(side: Caller) -> None:
-    """Tell `side` of each call of a worker method: an operator may change weights by any of them."""
+    """Report each call of a worker method to `side`: an operator can change weights by any method."""
     from vllm.v1.engine.core import EngineCore
 
     _callers.add(side)
@@ -189,7 +189,8 @@ def _changes(**facts: bool) -> Callable[..., Any]:
 
 @contextmanager
 def _quiet(what: str) -> Iterator[None]:
-    """A fault in here must not stop the engine from loading; then nothing is known of the weights."""
+    """A context whose errors are only logged: they must not stop the engine's load. The weights stay unidentified
+    then."""
     try:
         yield
     except Exception as error:

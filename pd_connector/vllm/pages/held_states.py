@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that are kept although vLLM goes on without them: those after the last whole page of a prompt, for audits. vLLM
-frees such a page with one of the next steps, or when the request ends. It stays in the prefix cache meanwhile."""
+"""Keeps the states after the last whole page of a prompt, for audits. Without this vLLM would free their page with one
+of the next steps, or when the request ends. The page stays in the prefix cache meanwhile."""
 
 from typing import TYPE_CHECKING
 
@@ -32,8 +32,8 @@ class HeldStates:
         return request_id in self._held
 
     def hold(self, request_id: str, position: int) -> bool:
-        """Keep the states after `position` tokens, a page boundary. The step that was just scheduled computes them, or an
-        earlier one has. Returns whether they are there."""
+        """Keep the states after `position` tokens, a page boundary. The step that was just scheduled computes them, or
+        an earlier step has. Returns False if vLLM keeps no states there."""
         if request_id in self._held:
             return True
         assert self._manager is not None

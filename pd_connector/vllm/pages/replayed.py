@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows that vLLM replays behind a prefix hit (DeepSeek V4.1): it computes the hit's last tokens once more, without the tokens
-before them. Their KV, and that of all tokens behind them, is near what a whole prefill computes, but not the same: compared
-with it, it would make an honest engine a wrong one."""
+before them. KV of these tokens, and of all later tokens, differs slightly from that of a whole prefill. An audit that
+compares the two would distrust an honest engine."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING, ClassVar
@@ -16,7 +16,7 @@ WHOLE_EVERY = 16
 
 
 def replayed(request: "Request") -> bool:
-    """Whether a request's KV stands behind a window that was replayed."""
+    """Whether a request's KV was computed after a replayed window."""
     return bool(request.replay_start > 0)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that hold KV of other weights than the present weights: of earlier weights, or of a producer with others.
+"""Pages with KV of weights other than the present weights: of earlier weights, or of a producer with other weights.
 
 vLLM keeps its prefix cache when weights change in place, unless it is told to reset the cache. So all pages are
 evicted from it. Requests that have pages during the change have KV of both weights, or loaded KV of the earlier
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class StalePages(PageRule):
-    """KV of requests that had pages while weights changed, or while a producer was found wrong, is used for nothing else.
+    """Keeps other requests from using KV of requests that had pages when weights changed, or when a producer was
+    distrusted.
 
     Attributes:
         changes: how often each rank's weights have changed, as far as reported.
@@ -58,7 +59,7 @@ class StalePages(PageRule):
         return True
 
     def distrusted(self, gauges: Mapping[int, Mapping[str, float]]) -> None:
-        """Record how many producers each rank distrusts. KV that such a producer sent earlier is as wrong."""
+        """Record how many producers each rank distrusts. KV that such a producer sent earlier may be wrong, too."""
         for rank, values in gauges.items():
             producers = values.get("distrusted_producers", 0.0)
             if producers > self._distrusted.get(rank, 0.0):

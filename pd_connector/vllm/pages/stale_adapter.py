@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class StaleAdapterPages(PageRule):
-    """KV of a request whose adapter was replaced since it came is used for nothing else, and before its first step not at all.
+    """Keeps other requests from using KV of a request whose adapter was replaced. Before its first step, the request
+    itself does not use it either.
 
     Args:
         adapters: what is known of the engine's adapters.
@@ -42,7 +43,7 @@ class StaleAdapterPages(PageRule):
         self._loaded: set[str] = set()  # requests with a load, before their first step
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Watch what vLLM looks up in its prefix cache, and for which requests it allocates."""
+        """Watch vLLM's look-ups in its prefix cache and its allocations."""
         look_up, allocate = manager.prefix_cache_lookup_enabled, manager.allocate_slots
 
         def prefix_cache_lookup_enabled(request: "Request") -> bool:

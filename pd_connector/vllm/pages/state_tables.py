@@ -22,7 +22,7 @@ class StateTables:
 
     @classmethod
     def of(cls, specs: Iterable[Any], *, drops_last: bool = False) -> "StateTables":
-        """Those of vLLM's KV cache groups, from each group's `kv_cache_spec`."""
+        """The state tables of vLLM's KV cache groups, from each group's `kv_cache_spec`."""
         return cls((_page_size(spec) for spec in specs), drops_last=drops_last)
 
     def __bool__(self) -> bool:
@@ -56,8 +56,9 @@ class StateTables:
         return None not in self._page_sizes
 
     def boundary(self, prompt: int) -> int:
-        """The last position before the last token of a prompt of `prompt` tokens after which vLLM keeps a state in a page
-        that it does not write again. It ends a prefill step there (`mamba_cache_mode` align). 0: there is none.
+        """The last position in a prompt of `prompt` tokens, before its last token, at which vLLM keeps a state in a
+        page that it does not write again. vLLM ends a prefill step there (`mamba_cache_mode` align). 0: no such
+        position.
 
         >>> StateTables([0, 16]).boundary(41), StateTables([0, None]).boundary(41)
         (32, 0)
@@ -72,7 +73,7 @@ class StateTables:
 
     @property
     def shortest_with_boundary(self) -> int:
-        """Tokens of the shortest prompt that has such a position, with its last token and without it.
+        """Length of the shortest prompt that has a `boundary`, also if its last token is left out.
 
         >>> StateTables([0, 16]).shortest_with_boundary
         17

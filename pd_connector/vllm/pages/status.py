@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""May KV of this request be used for more than the request itself? One object answers, with the cause.
+"""Decides whether KV of a request may be used for more than the request itself; if not, gives the cause.
 
-Each reason why not is a rule: a class with the events from which it learns, and the uses that it forbids. A new rule is
-a new file, and a line where `scheduler_side` lists the rules.
+Each reason is a rule: a class with hooks for the events that it watches, and the uses that it forbids. A new rule is a
+new file, and a line in the list of rules in `scheduler_side`.
 """
 
 import enum
@@ -77,7 +77,7 @@ class PageStatus:
         self._rules += rules
 
     def problem(self, request: "Request", use: Use) -> str:
-        """The cause for which KV of a request must not be used so; empty if it may be."""
+        """The cause that forbids this use of a request's KV; empty if the use is allowed."""
         for rule in self._rules:
             if use in rule.forbids and rule.holds(request):
                 return rule.cause

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages with KV that another connector has loaded, and pages with KV that was computed on it.
 
-A MultiConnector asks its parts in turn for each prompt, and the first part that has KV loads it. Nobody here has compared
-that KV with anything, and it may fill a page only in part. So it is not saved for other engines, and not compared with
-theirs. vLLM tells a connector only of its own loads, so this looks at what vLLM allocates.
+A MultiConnector asks its parts in turn for each prompt, and the first part that has KV loads it. PDConnector has not
+verified that KV, and it may fill a page only in part. So it is neither saved for other engines nor used in comparisons.
+vLLM reports to a connector only its own loads, so this module watches vLLM's allocations.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class UnverifiedPages(PageRule):
-    """KV that another connector has loaded, and what was computed on it, is neither saved nor compared.
+    """Forbids saving and comparing KV that another connector has loaded, and KV that was computed from it.
 
     Args:
         page_sizes: tokens of a page, by table.
@@ -39,7 +39,7 @@ class UnverifiedPages(PageRule):
         return request.request_id in self._requests
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Watch what vLLM allocates. A page that is handed out again is another one."""
+        """Watch vLLM's allocations. A page that is allocated again is no longer unverified."""
         blocks = manager.block_pool
         hand_out, allocate = blocks.get_new_blocks, manager.allocate_slots
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of a running request vLLM has freed because a sliding window has passed them.
+"""Computes which pages of a running request vLLM has freed because a sliding window has passed them.
 
 vLLM does not report freed pages: its step output has only the pages that were added.
 """
@@ -51,7 +51,7 @@ class Windows:
         )
 
     def first_wanted(self, prompt_tokens: int) -> tuple[int, ...]:
-        """The first page of each table that a consumer of the prompt may want. The consumer computes the last token
+        """The first page of each table that a consumer of the prompt may need. The consumer computes the last token
         itself."""
         return self.first_kept(prompt_tokens - 1)
 

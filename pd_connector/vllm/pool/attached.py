@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pool adds to vLLM's scheduler beside the connector's hooks.
+"""Additions of the pool to vLLM's scheduler, beside the connector's hooks.
 
-A load from the pool that breaks off costs a computation, whatever vLLM does with other loads that fail. vLLM has one
-policy for all loads: the config key `on_failure`, or the `kv_load_failure_policy` of a MultiConnector. With `fail` a request whose
-handoff fails ends with an error. A prompt that the pool could not load is computed instead.
+If a load from the pool breaks off, the prompt is computed, even if other failed loads end their request. vLLM has one
+policy for all loads: the config key `on_failure`, or the `kv_load_failure_policy` of a MultiConnector. With `fail` a
+request whose handoff fails ends with an error. A prompt that the pool could not load is computed instead.
 """
 
 import logging
@@ -30,8 +30,8 @@ _watching: WeakSet[PoolLoads] = WeakSet()
 
 
 def attach(pool: PoolSide, config: "VllmConfig") -> None:
-    """Have vLLM's scheduler compute what loads leave unfilled, and publish events of chunks if it publishes KV events. Its
-    engine can be woken from now on."""
+    """Have vLLM's scheduler compute pages that loads leave unfilled, and publish events of chunks if it publishes KV
+    events. The pool can wake the engine from now on."""
     watch()
     events = config.kv_events_config
     if events is not None and events.enable_kv_cache_events:

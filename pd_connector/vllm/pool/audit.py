@@ -40,7 +40,7 @@ class PoolAudit:
         return key in self._refused
 
     def begin(self, prompt: PoolPrompt, tokens: range) -> None:
-        """These tokens of a prompt could not be loaded, because their writer has not been compared yet."""
+        """Begin an audit, if none is under way, of a prompt's tokens whose writer has not been compared yet."""
         if not self._under_way:
             self._under_way, prompt.audited = prompt.request.request_id, tokens
 
@@ -53,7 +53,7 @@ class PoolAudit:
     def compare(
         self, prompt: PoolPrompt, computed: int, pages: Sequence[Sequence[int]], model: bytes
     ) -> list[Fill]:
-        """The command that compares what was computed here, if the prompt is audited and far enough.
+        """The command that compares KV computed here, once the audited prompt is computed far enough; otherwise None.
 
         Args:
             computed: tokens of the request that are computed.
@@ -82,7 +82,7 @@ class PoolAudit:
         ]
 
     def give_up(self, prompt: PoolPrompt) -> None:
-        """A prompt has ended before it could be compared: another one will be."""
+        """A prompt has ended before it could be compared: another prompt will be compared instead."""
         if prompt.audited:
             prompt.audited, self._under_way = range(0), ""
 

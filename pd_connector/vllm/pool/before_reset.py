@@ -8,10 +8,10 @@ _MOST_COMPUTED = 1 << 20
 
 
 class BeforeReset:
-    """The look-up thread begins and ends it, and asks; the scheduler's thread tells what was computed.
+    """Used by two threads: the look-up thread begins, ends and reads it; the scheduler's thread adds computed chunks.
 
-    What other hosts had at the reset cannot be listed, and may come to this host later. If there are other hosts, all chunks
-    count as from before that this engine has not computed since.
+    Chunks that other hosts had at the reset cannot be listed, and can come to this host later. If there are other
+    hosts, every chunk counts as from before the reset unless this engine has computed it since.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class BeforeReset:
         """The caches were reset.
 
         Args:
-            keys: of the chunks that this host has, or that are being saved.
+            keys: keys of the chunks that this host has, or that are being saved.
         """
         self._before = set(keys)
         self._since = {} if other_hosts else None

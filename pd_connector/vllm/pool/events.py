@@ -164,9 +164,9 @@ class PoolEvents:
                 return
 
     def _look(self) -> None:
-        """Read what is new in the journal, and find all that was asked for. A chunk is in the journal a moment before it is
-        found, so the journal's present content counts, too. Indexes of routers chain blocks by their parents, so a chunk that
-        came during the search for later chunks is reported before them."""
+        """Read new events of the journal, and find the tier of every queued chunk. A chunk is in the journal a moment
+        before a look-up finds it, so new journal events count, too. Routers chain blocks by their parents. So a parent
+        chunk that came during the search for its children is reported before them."""
         while not self._queries.empty():
             self._open_queries.append(self._queries.get())
         heard = dict.fromkeys(self._open_queries, "")

@@ -26,10 +26,10 @@ class PoolFills:
         self._fills[fill.request] = fill
 
     def ended(self, outcome: Finished) -> bool:
-        """A load has ended; it may be one of another kind. Returns whether vLLM can keep the first of its pages.
+        """Note the end of a load, of the pool or a handoff. Returns whether vLLM can keep the load's first pages.
 
-        vLLM takes ids of invalid pages for caches with one page table only. If a window slides, pages before those
-        of the load's end are not filled, and a request cannot go on from an earlier token.
+        vLLM accepts ids of invalid pages only for caches with one page table. With a sliding window, a load fills only
+        the pages of its last window, so a request cannot go on from an earlier token.
         """
         fill = self._fills.pop(outcome.request, None)
         if fill is None or outcome.cause is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads from the pool under way, and what the scheduler learns from how they end."""
+"""Loads from the pool that are under way, and what their ends change in the scheduler."""
 
 import time
 
@@ -19,7 +19,8 @@ class PoolLoads:
     """Used by the scheduler's thread only.
 
     Args:
-        looks: keeps chunks from being evicted while they are loaded, and has other requests wait for them.
+        looks: the look-ups. They keep chunks from eviction while they are loaded, and make other requests wait for the
+            load.
         audit: gets the chunks whose writers are not trusted.
         worth: gets the speeds of loads.
     """
@@ -52,7 +53,7 @@ class PoolLoads:
         self._looks.shared.begin(prompt.request.request_id, loading.keys)
 
     def over(self, request_id: str) -> None:
-        """All ranks have ended a request's load, or the request has ended; it may have none."""
+        """Forget a request's load: all ranks have ended it, or the request has ended. Does nothing if there is none."""
         self._pages.pop(request_id, None)
 
     def broke_off(self, prompt: PoolPrompt, cut: Cut) -> None:
@@ -62,10 +63,10 @@ class PoolLoads:
             prompt.loading = prompt.loading._replace(cut=earliest(before, {"": cut})[""])
 
     def ended(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> int:
-        """All ranks have ended a load. Returns the bytes of a chunk if it came as a whole.
+        """All ranks have ended a load. Returns the bytes of a chunk if the load was complete, otherwise 0.
 
         Args:
-            failed: vLLM keeps none of its pages, otherwise those up to the load's cut.
+            failed: whether vLLM keeps none of the load's pages. Otherwise it keeps the pages up to the load's cut.
         """
         request_id, prompt.loading = prompt.request.request_id, None
         self._looks.unpin(loading.keys)
@@ -86,7 +87,7 @@ class PoolLoads:
         return nbytes // len(loading.hits)
 
     def _cut(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> None:
-        """A load broke off. Chunks before the bad one count; it is not asked for again."""
+        """A load broke off at an unusable chunk. The chunks before it count as loaded; the rest is not loaded again."""
         cut = loading.cut or Cut(loading.tokens.start, Cause.INTERNAL, None)
         loading = loading._replace(cut=cut)
         prompt.failed, prompt.there = loading, None

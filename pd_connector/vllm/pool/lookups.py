@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look-ups in the store, in a thread of their own from the moment a request is queued.
 
-A request waits at most `LOOK_S` for its look-up. vLLM asks for the first time right after it has queued the request. Asked
-again in a later step, a request would lose a step of a busy engine, so the scheduler waits for `SOON_S` in a step. A store
-that is slow or does not answer is left alone: `Answers` says when for look-ups, `LoadBreakeven` for loads.
+A request waits at most `LOOK_S` for its look-up. vLLM asks for the result right after it has queued the request. If the
+answer had to wait for the next step, a request would lose a step of a busy engine. So the scheduler waits up to
+`SOON_S` in a step. A store that is slow or does not answer is left alone: `Answers` says when for look-ups,
+`LoadBreakeven` for loads.
 """
 
 import logging
@@ -42,13 +43,13 @@ class PoolLookups:
     """Used by the scheduler's thread only.
 
     Attributes:
-        shared: loads under way, for which requests wait that want the same chunks.
+        shared: loads under way. Requests that need the same chunks wait for them.
         draft: the engine's draft model, as names of parts have it; empty without one.
 
     Args:
-        audit: says which chunks are not believed, and when a writer is being compared.
+        audit: knows which chunks are not trusted, and whether a writer is being compared.
         worth: says how many chunks pay.
-        codecs: in which KV may have passed that is used here.
+        codecs: this engine uses only KV that has passed in these codecs.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class PoolLookups:
             prompt.look = prompt.there
 
     def matched(self, prompt: PoolPrompt, computed: int) -> int | None:
-        """Tokens to load beyond the `computed` ones that are here; None: ask again."""
+        """Number of tokens to load beyond the `computed` tokens that are here; None: ask again later."""
         if prompt.look is None:
             return 0
         if self._audit:  # a writer is being compared: until that is over, prompts are computed
@@ -120,7 +121,7 @@ class PoolLookups:
         return int(max(0, stop - computed))
 
     def reset(self, prompts: Iterable[PoolPrompt], saving: Sequence[bytes]) -> None:
-        """This engine's caches were reset: chunks that are there by now are not used until this engine has computed
+        """This engine's caches were reset: chunks that are in the pool now are not used until this engine has computed
         them itself. Look-ups of requests that wait begin again.
 
         Args:
@@ -148,7 +149,7 @@ class PoolLookups:
         self._thread.submit(self._before_reset.end)
 
     def computed(self, prompt: PoolPrompt, tokens: int, model: bytes) -> None:
-        """A request has ended, and this engine has had KV of its first `tokens` tokens since the reset."""
+        """A request has ended. This engine has computed KV of its first `tokens` tokens since the reset."""
         if self._before_reset and model:
             chunks = min(tokens, prompt.request.num_tokens - 1) // CHUNK_TOKENS
             prompt.know_keys(model, chunks)
@@ -183,7 +184,8 @@ class PoolLookups:
         self._thread.submit(self._store.unpin, keys)
 
     def pin_for_client(self, prompt: PoolPrompt, tenants: int) -> None:
-        """A client wants the chunks of this prompt to be kept, among `tenants` that share the pool."""
+        """Pin the chunks of this prompt, as its client has requested. `tenants`: number of tenants that share the
+        pool."""
         keys = prompt.keys[1 : prompt.request.num_prompt_tokens // CHUNK_TOKENS + 1]
         self._pins.pin(keys, prompt.ask.pin_s, prompt.ask.tenant, tenants)
 
@@ -230,7 +232,8 @@ class PoolLookups:
         return Look(keys, hits)
 
     def _paying(self, look: Look, first: int) -> int:
-        """How many of the chunks found are worth loading, if the first `first` ones are here."""
+        """How many of the chunks of a look-up are worth using: the first `first` chunks, which are here, and those that
+        load faster than they are computed."""
         hits, now = look.hits, time.monotonic()
         missing = [(hit.tier, hit.nbytes) for hit in hits[first:]]
         pays = min(first, len(hits)) + self._breakeven.chunks(missing, now)

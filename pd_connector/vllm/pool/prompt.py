@@ -116,7 +116,7 @@ class PoolPrompt:
         return root(model, adapter=self.adapter, salt=self.request.cache_salt or "")
 
     def longer(self, keys: list[bytes], tokens: Sequence[int]) -> list[bytes]:
-        """Keys of its first chunks (the root before them), and those of the chunks that `tokens` add."""
+        """`keys` (the root, then keys of the first chunks), followed by the keys of the chunks that `tokens` add."""
         return keys + extend(keys[-1], tokens, self.inputs, first_chunk=len(keys) - 1)
 
     def know_keys(self, model: bytes, chunks: int) -> None:
@@ -129,8 +129,9 @@ class PoolPrompt:
     def new_chunks(self, computed: int, *, ended: bool = False) -> range:
         """Numbers of the chunks to save now that `computed` tokens have their KV.
 
-        A prompt that was handed over is saved with the first chunk of the answer, or when the request has `ended`. A prefill
-        engine of this host saves it before, so that two engines do not do it while the first tokens are computed."""
+        A prompt that was handed over is saved late: with the first chunk of the answer, or when the request has
+        `ended`. By then a prefill engine of this host has usually saved it, so the decode engine need not while it
+        computes the first tokens."""
         # A token's KV is final once the token after it is known: drafts may be rejected.
         stop = min(computed, self.request.num_tokens - 1) // CHUNK_TOKENS
         waits = self.handed_over and stop <= self.request.num_prompt_tokens // CHUNK_TOKENS

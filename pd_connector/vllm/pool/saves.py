@@ -53,9 +53,9 @@ class PoolSaves:
     def bind(self, blocks: "BlockPool") -> None:
         """Attach vLLM's pages.
 
-        vLLM resets its prefix cache only while no page is in use. Kept pages belong to no request, and what is saved stays
-        right. So they count as free during a reset, and are kept on afterwards. `unpin_blocks` is not used: a page has
-        one watcher there, which another connector, or another save of the page, would replace.
+        vLLM resets its prefix cache only while no page is in use. Kept pages belong to no request, and their content
+        stays right. So they count as free during a reset, and stay kept afterwards. `unpin_blocks` is not used: it
+        allows one watcher for a page, which another connector, or another save of the page, would replace.
         """
         self._blocks = blocks
         reset = blocks.reset_prefix_cache
@@ -73,8 +73,8 @@ class PoolSaves:
             self._watch(blocks)
 
     def _watch(self, blocks: "BlockPool") -> None:
-        """Count how often vLLM hands out each page. A window frees pages of a running request, which the step's output
-        does not say. Such a page holds the request's KV until it is handed out again."""
+        """Count how often vLLM allocates each page. vLLM does not report that a sliding window has freed a page of a
+        running request. Such a page holds the request's KV until it is allocated again."""
         self._handed_out = [0] * blocks.num_gpu_blocks
         hand_out = blocks.get_new_blocks
 
@@ -87,10 +87,10 @@ class PoolSaves:
         blocks.get_new_blocks = get_new_blocks
 
     def note(self, prompt: PoolPrompt, *, moved: bool) -> None:
-        """A step was scheduled that computes tokens of this prompt, in pages that are its own now.
+        """Record, for a scheduled step, how often each of this prompt's new pages was allocated.
 
         Args:
-            moved: it has other pages than before.
+            moved: whether the prompt has other pages than before.
         """
         if not self._slides:
             return
@@ -102,7 +102,7 @@ class PoolSaves:
     def present(
         self, prompt: PoolPrompt, tables_now: Sequence[Sequence[int]] = ()
     ) -> Sequence[Sequence[int]]:
-        """A prompt's pages by table; `NULL_PAGE` for those that do not hold its KV any more, or in part only.
+        """A prompt's pages by table; `NULL_PAGE` for pages that no longer hold its KV, or hold only a part of it.
 
         Args:
             tables_now: all page ids of the prompt, if vLLM has just reported them.
@@ -123,7 +123,7 @@ class PoolSaves:
         """Keep the pages of chunks, and return the commands that copy them; fewer if too many saves are under way.
 
         Args:
-            numbers: of the chunks.
+            numbers: numbers of the chunks.
             pages: all page ids of the prompt, by table.
         """
         saves: list[Save] = []

@@ -36,7 +36,7 @@ class SharedLoads:
         self._loads[request_id] = _Load(frozenset(keys))
 
     def ended(self, request_id: str) -> None:
-        """Its pages are filled. vLLM has yet to put them into its cache."""
+        """A load has filled its pages. vLLM has not put them into its prefix cache yet."""
         if load := self._loads.get(request_id):
             load.until_s = time.monotonic() + _CACHED_WITHIN_S
 
@@ -45,7 +45,7 @@ class SharedLoads:
         self._loads.pop(request_id, None)
 
     def comes(self, prompt: PoolPrompt, computed: int, now: float) -> bool:
-        """Whether a request should wait, because another one loads the chunk that it needs next.
+        """Whether a request should wait, because another request loads the chunk that it needs next.
 
         Args:
             computed: tokens of the request that are here.

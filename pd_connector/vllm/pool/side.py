@@ -59,7 +59,7 @@ class PoolSide(Part):
         windows: page sizes and windows of the engine's page tables.
         identity: makes the identities of prompts.
         ignored: gets the requests whose pool parameters cannot be followed.
-        status: says what may be done with a request's KV.
+        status: decides how a request's KV may be used.
         unfilled: gets the loads.
         model: the model that the ranks have loaded.
         ranks: number of ranks of this engine.
@@ -139,7 +139,8 @@ class PoolSide(Part):
 
     @property
     def pending(self) -> bool:
-        """Whether a step is needed: ranks tell of saves with it, and vLLM takes KV events."""
+        """Whether a step is needed without a request: for the ranks' reports of saves, or for vLLM to take KV
+        events."""
         return self.saving or bool(self.events and self.events.pending)
 
     def reported(self, activity: WorkerActivity) -> list[Command]:
@@ -171,7 +172,7 @@ class PoolSide(Part):
         return []
 
     def _tell(self, chunk_bytes: int = 0) -> None:
-        """Publish the facts that routers need, for the engine's API server to answer with."""
+        """Advertise the facts that routers need. The engine's API server answers with them."""
         advertised = AdvertisedEngine(
             engine=self._engine_id,
             model=self.model.hex(),
@@ -181,8 +182,8 @@ class PoolSide(Part):
         self._store.advertise(advertised.encode())
 
     def weights_changed(self) -> list[Command]:
-        """KV of the requests that run now must be neither saved nor compared. From now on the identity of the weights
-        says which chunks may be used: vLLM resets its caches before weights change, and before it sleeps."""
+        """KV of the requests that run now must be neither saved nor compared. Chunks from before a reset can be used
+        again, because from now on keys have the new weights' identity."""
         self._looks.forget_reset()
         for request_id in self._prompts:
             self._looks.shared.forget(request_id)
@@ -275,7 +276,7 @@ class PoolSide(Part):
                 self.loads.broke_off(prompt, cut)
 
     def load_ended(self, request_id: str, *, failed: bool) -> bool:
-        """Unless it has `failed`, vLLM keeps its pages up to the load's cut."""
+        """Note the end of a load. Unless it has `failed`, vLLM keeps its pages up to the load's cut."""
         self.loads.over(request_id)
         prompt = self._prompts.get(request_id)
         if prompt is None or prompt.loading is None:
@@ -310,7 +311,7 @@ class PoolSide(Part):
             commands.commands += self._saves_of(prompt, new, pages)
 
     def finished(self, request: "Request", pages: tuple[list[int], ...]) -> Ended:
-        """Saves the chunks that a request has computed last, or compares them."""
+        """A request has ended: save its last computed chunks, or compare them."""
         prompt = self._prompts.pop(request.request_id, None)
         self.loads.over(request.request_id)
         self._looks.shared.forget(request.request_id)

@@ -115,7 +115,8 @@ def before_abort(events: bytes, said: bool = True) -> tuple[bytes, bool]:
     """The events before an abort, with which an engine ends its answer early, and whether there is an abort.
 
     Args:
-        said: more than `NOTHING` has come in this stream. vLLM says nothing of an answer that it aborts before its first token.
+        said: whether more than `NOTHING` has come in this stream. If vLLM aborts an answer before its first token, its
+            stream has only `NOTHING`.
     """
     at = events.find(ABORTED)
     if at < 0 and not said and events.rstrip().endswith(b"[DONE]"):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic roles: the task that asks the role policy, and has its decisions carried out."""
+"""Elastic roles: the task that calls the role policy and carries out its decisions."""

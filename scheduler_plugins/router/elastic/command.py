@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a user's command: no shell, a deadline, and nothing of it left behind when the deadline has passed."""
+"""Runs a user's command without a shell and with a deadline; ends all of its processes when the deadline has passed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CommandError(Exception):
 async def output_of(
     setting: str, arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float
 ) -> str:
-    """What a command prints on standard output. It must end within `timeout_s`; what it starts in the background can go on,
-    and can keep the output open.
+    """A command's standard output. The command must end within `timeout_s`. Its background processes can go on, and can
+    keep the output open.
 
     Args:
         setting: the name of the command's setting, for messages.

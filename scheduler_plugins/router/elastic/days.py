@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the file of the requests that each minute of the day had (`days`)."""
+"""Keeps the file with the number of requests in each minute of the day (`days`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ WRITE_S = 600.0
 
 
 class DaysFile:
-    """Sums up the requests of a router, minute by minute. A minute in which the router did not run from its beginning to
-    its end is left out."""
+    """Sums up the requests of a router, minute by minute. Only minutes in which the router ran all the time count."""
 
     def __init__(self, path: Path, wall_s: Callable[[], float] = time.time) -> None:
         """Read the file. Raises DaysError."""
@@ -46,7 +45,8 @@ class DaysFile:
             self.save()
 
     def usual_per_s(self, group: str, ahead_s: float) -> dict[str, float]:
-        """Requests a second of earlier days, `ahead_s` from now; empty: not known for two days."""
+        """Mean requests a second, on earlier days, at the minute `ahead_s` from now; empty if fewer than two days are
+        known."""
         usual = self._days.per_s(group, _of_day(self._wall_s() + ahead_s))
         if self._counted.get(group) is not (counts := usual is not None):
             self._counted[group] = counts
@@ -55,7 +55,7 @@ class DaysFile:
         return {} if usual is None else {group: usual}
 
     def save(self) -> None:
-        """Write the file. A failure is logged; the next one may go well."""
+        """Write the file. A failure is only logged; the next call tries again."""
         try:
             self._days.save(self._path)
         except OSError as error:

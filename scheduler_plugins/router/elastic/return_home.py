@@ -36,7 +36,7 @@ class ReturnHome:
         self._logged: set[_Wish] = set()  # wishes for which the log has named another router
 
     def moves(self, now_s: float) -> list[Move]:
-        """Switches to begin now. A router that does not lead its fellows begins none."""
+        """Switches to begin now. Only the leading router begins switches."""
         wishes: dict[_Wish, BackendEngine] = {
             (engine.name, engine.role_state.switch_to): engine
             for engine in self._pool.engines
@@ -87,8 +87,8 @@ class ReturnHome:
     def _one_of_each_side(
         self, due: Collection[BackendEngine], all_wanted: Collection[BackendEngine]
     ) -> set[BackendEngine]:
-        """Those to begin with: one of each side that has another engine. If no side has, all sides begin, because
-        waiting would not help. But a group waits for a switch that failed: a swap must not be half made."""
+        """The switches to begin with: one on each side that keeps another engine. If no side keeps one, all switches
+        begin, because waiting would not help. A group with a failed switch waits: a swap must not be half done."""
         moving = {
             _side(candidate) for candidate in all_wanted if candidate.role_state.moving is not None
         }

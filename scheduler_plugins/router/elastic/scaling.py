@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out numbers of engines: a metric for Kubernetes' autoscaler, and the user's commands."""
+"""Carries out a policy's numbers of engines: by a metric for Kubernetes' autoscaler, and by the user's commands."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Stop:
 
 
 class Scaling:
-    """Has as many engines run as a role policy wants. Changed on the event loop only.
+    """Keeps as many engines running as a role policy has decided. Changed on the event loop only.
 
     Without commands it only shows the numbers. A start that fails is reported to `failed`. Engines that it has started
     stay in the list of engines when the settings file is read again.
@@ -99,8 +99,8 @@ class Scaling:
         """Have these numbers of engines from now on.
 
         Args:
-            scales: of one group.
-            dry_run: only say them.
+            scales: scales of one group.
+            dry_run: whether to only show the numbers.
             failed: called if an engine of this side could not be started.
         """
         commands = bool(self._pool.config.start_command) and not dry_run
@@ -133,7 +133,7 @@ class Scaling:
         return url in self._started or any(start.url == url for start in self._starts)
 
     async def close(self) -> None:
-        """End what is under way. An engine that drains goes on draining; one whose start has not ended is not waited for."""
+        """Cancel starts and stops that are under way. A draining engine goes on draining."""
         self._closed = True
         underway: list[_Start | _Stop] = [*self._starts, *self._stops.values()]
         tasks = [each.task for each in underway if each.task]
@@ -277,7 +277,8 @@ class Scaling:
             )
 
     def _look_behind_names(self, start: _Start) -> None:
-        """If a name shows an engine that no other start has, the start has it from now on."""
+        """Match starts with engines that a name in the settings shows: a new engine there belongs to the start from now
+        on."""
         if not start.by_name or start.url:
             return
         group, role = start.side
@@ -325,7 +326,8 @@ class Scaling:
             return config
 
     def _drain_again(self) -> None:
-        """An engine that the settings file has taken out, and that is kept, is not to get requests while it is stopped."""
+        """Let an engine drain that the settings file has removed but that is still in the list: it gets no requests
+        while it is stopped."""
         for engine in self._pool.engines:
             stop = self._stops.get(engine.url)
             if stop is not None and stop.drains and not engine.draining:
@@ -369,7 +371,8 @@ class Scaling:
                 break
 
     async def _idle(self, stop: _Stop) -> None:
-        """Wait until the engine serves nothing and keeps no KV for others, as long as an answer may take."""
+        """Wait until the engine has no requests and keeps no KV for other engines, at most as long as an answer can
+        take."""
         clock, config = asyncio.get_running_loop().time, self._pool.config
         end_s, idle_since_s = clock() + config.answer_timeout_s, clock()
         while (engine := stop.engine) is not None and clock() < end_s:
@@ -386,7 +389,7 @@ class Scaling:
             await asyncio.sleep(LOOK_S)
 
     def _remove(self, url: str) -> None:
-        """Take an engine out of the list. One that belongs to a name leaves when the name says so."""
+        """Take an engine out of the list. An engine of a name leaves when the name does not show it any more."""
         try:
             self._pool.edit(self._pool.config.without({url}))
         except ValueError as error:

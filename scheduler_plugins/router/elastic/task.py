@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task that asks every second which engines shall change their role, and has it carried out."""
+"""The task that asks the role policy every second which engines change their role, and carries out the changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REPAIR = "what it wants is left out. Repair the policy, or name another one (--
 
 
 def _assumed(config: RouterConfig, members: Iterable[Member]) -> str:
-    """What the policy assumes or does not know, because neither settings nor engines say it; empty: nothing."""
+    """Facts that the policy must assume or lacks, because neither settings nor engines provide them; empty: none."""
     lacking = []
     if all(qos_class.slo.ttft_s == inf for qos_class in config.classes):
         lacking.append(f"{ASSUMED_TTFT_S:g} s to the first token")
@@ -60,7 +60,7 @@ def _assumed(config: RouterConfig, members: Iterable[Member]) -> str:
 
 
 class Bounded(RolePolicy):
-    """A role policy that is not waited for without end. While it is paused, it moves nothing."""
+    """A role policy with a time limit for its calls. While it is paused after a slow call, it moves nothing."""
 
     def __init__(self, policy: RolePolicy) -> None:
         self._policy = policy
@@ -89,7 +89,7 @@ def _by(name: str, move: Move) -> Move:
 
 
 class Elastic:
-    """One controller for each group. A router that does not lead its fellows asks none of them."""
+    """One controller for each group. Only the leading router uses them."""
 
     def __init__(
         self, pool: EnginePool, mover: Mover, front: Callable[[], Mapping[str, Front]]
@@ -134,7 +134,8 @@ class Elastic:
                 logger.exception("the role policy failed")
 
     def tick(self, now_s: float) -> None:
-        """Begin what the settings want of SGLang engines. Ask the policy once, and begin what it decides."""
+        """Begin the side switches of SGLang engines that the settings require. Call the policy once, and begin its
+        moves."""
         for move in self._return_home.moves(now_s):
             self._begin(self._return_home, _by("settings", move), "settings")
         moving = self._pool.config.moving
@@ -215,8 +216,8 @@ class Elastic:
             faults.note("slow", f"{title} {slow_text(took_s)}", now_s)
 
     def _awaits(self, group: str) -> bool:
-        """Whether an engine of the group has never been up, other than one that this router has started or is leaving:
-        numbers count the first, and nothing waits for the second."""
+        """Whether an engine of the group has never been up. Engines that this router has started do not count (the
+        numbers have them), nor do engines that are leaving."""
         return any(
             engine.role_state.place.group == group
             and not engine.starts

@@ -136,7 +136,7 @@ def create_app(
 
     Args:
         settings: the file that `config` came from, which is watched; None: there is no file.
-        place: of this process among the workers of the router; None: the router is one process.
+        place: place of this process among the workers of the router; None: the router is one process.
     """
     app = web.Application(middlewares=[shape_errors])
     app[CONFIG] = config
@@ -282,7 +282,7 @@ def _bad_request(error: body.BadRequestError, request_id: str) -> web.Response:
 async def _within(
     client_request: ClientRequest, limit_s: float, request_id: str, stopping: Stopping
 ) -> tuple[web.StreamResponse, str]:
-    """Serve the request, or give it up once the client's time limit has passed, or that of a router that stops."""
+    """Serve the request, or give it up when the client's time limit, or the limit of a stopping router, has passed."""
     scope = asyncio.timeout(None if limit_s == math.inf else limit_s)
     try:
         async with scope:

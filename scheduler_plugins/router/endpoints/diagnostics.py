@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a fleet now, worst first, and what to do. The live page shows it.
+"""The present problems of a fleet, worst first, with advice. The live page shows them.
 
 Each trouble has the name of an alert in docs/alerts.md, which says more. Prometheus' rules find the same troubles over
 a longer time (docs/alerts.yaml).
@@ -53,11 +53,11 @@ def troubles(
     late: float,
     now_s: float,
 ) -> list[Diagnostic]:
-    """What is wrong, worst first. Engines with the same trouble are named together.
+    """The present problems, worst first. Engines with the same problem are named together.
 
     Args:
         recent: sums of the last minutes.
-        late: part of the prompts that engines without a GPU computed because all others would have been late.
+        late: share of the prompts that engines without a GPU computed because all others would have been late.
         now_s: time on the event loop's clock.
     """
     diagnostics = [*_of_sides(engines), *_of_requests(recent), *_of_roles(decisions, now_s)]

@@ -30,8 +30,8 @@ MOST_SHOWN = 32
 
 
 def pairs(engines: Iterable[BackendEngine]) -> list[dict[str, Any]]:
-    """A row for each pair that has moved KV, the busiest first. Rates are of now, shares since the decode engine's
-    start. A prefill engine that is not known here goes by the address that the decode engine knows."""
+    """A row for each pair that has moved KV, the busiest first. Rates are current; shares count from the decode
+    engine's start. A prefill engine that this router does not know is shown by its address at the decode engine."""
     listed = list(engines)
     urls = {
         peer.source.label: engine.url

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether what an engine sent is an answer at all.
 
-A proxy's page, an empty object or an error with status 200 comes fast. An engine that were believed would get nearly all
-requests.
+A proxy's page, an empty object or an error with status 200 comes fast. If it counted as an answer, that engine would
+look fastest and get nearly all requests.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def good_events(events: bytes, *, completes: bool) -> bytes:
 
 
 def _is_good(event: bytes, *, completes: bool) -> bool:
-    """Whether an event, or each of several, has data that is one of an answer's. Without data it is a comment."""
+    """Whether each of these events has the data of an answer's event. An event without data is a comment, which is
+    good, too."""
     form = _EVENT if completes else _OBJECT
     if event.startswith(_DATA) and event.count(b"\n") == len(_END):
         data = event[len(_DATA) :]

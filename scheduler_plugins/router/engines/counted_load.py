@@ -124,7 +124,7 @@ class EngineLoad:
     def queued_s(self, now_s: float) -> float:
         """Predicted seconds until all prompts are computed.
 
-        The prompt under way began at the latest when the one before it ended. The time since then is subtracted from
+        The prompt under way began at the latest when the preceding prompt ended. The time since then is subtracted from
         its prediction, down to 0. The other prompts count in full.
         """
         own_s = self._all_queued_s - (now_s - self._all_busy_since_s) if self.prefills else 0.0
@@ -180,7 +180,7 @@ class EngineLoad:
     def reported_requests(self, waiting: int, running: int, now_s: float) -> None:
         """Correct the counts by the engine's number of requests. Their lengths are unknown.
 
-        Requests of other senders are taken to have the mean length of the router's own.
+        Requests of other senders are assumed to have the mean length of the router's own requests.
         """
         prefills, decodes = self.prefills, self._all_decodes
         # Our prompts may wait or run at the engine. So may our sequences whose KV is on its way.

@@ -187,7 +187,7 @@ class BackendEngine(Loaded):
         return self.costs_reported or self._fit.knows_prefill
 
     def assume(self, peers: Sequence[CostModel]) -> None:
-        """Assume the mean prefill costs of these peers, as nothing is known of this engine.
+        """Assume the mean prefill costs of these peers, because this engine's own costs are unknown.
 
         With an invented rate, a new engine would look far better than the others and get everything, or far worse and
         get nothing.
@@ -220,7 +220,7 @@ class BackendEngine(Loaded):
 
     @property
     def gone(self) -> bool:
-        """Whether the engine is down in a way in which none drains: it hangs, cannot be reached, or was removed."""
+        """Whether the engine is down and does not finish its requests: it hangs, cannot be reached, or was removed."""
         return self.down_since is not None and not (self.refusing or self.answers)
 
     def set_up(self) -> None:

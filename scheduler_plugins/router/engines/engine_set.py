@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router does with engines beside each other: pauses, costs of peers, sums of outcomes."""
+"""Operations on several engines: pauses, costs of peers, sums of outcomes."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Exchange:
             self._waiting_since = None
 
     def complete(self) -> None:
-        """All bytes for the client have come. From now on the engine is not given up, whatever it does."""
+        """All bytes for the client have come. From now on the engine is not given up, even if it is silent or fails."""
         self._complete = True
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(None)
@@ -226,7 +226,7 @@ async def exchange(
     first byte, `companion` is checked as well.
 
     Args:
-        elsewhere: whether another engine can answer, so that nothing is lost if this engine is given up.
+        elsewhere: returns whether another engine can answer, so that nothing is lost if this engine is given up.
         expected_s: predicted time to the first byte; 0: not known.
 
     Raises:

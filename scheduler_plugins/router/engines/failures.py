@@ -75,12 +75,12 @@ def ended_early() -> StoppedError:
 
 
 def about_key(status: int) -> str:
-    """What to do about an answer with this status to a request of the router's own, if it lacks the engine's key."""
+    """Advice for an answer with this status to the router's own request, if the router may lack the engine's key."""
     return "; give the engines' key with --api-key" if status in (401, 403) else ""
 
 
 def first_look(url: str, failure: EngineFailedError) -> str:
-    """What to look at if this is how an engine fails that has not been up yet; empty if the message says enough."""
+    """Advice for a failure of an engine that has never been up; empty if the error's message says enough."""
     if failure.cause == "died":
         scheme = "https://" if url.startswith("http://") else "http://"
         return f"; the URL must be that of the engine's HTTP port ({scheme} perhaps), not of its control port"

@@ -31,9 +31,10 @@ class SglangFacts(NamedTuple):
             replica.
         bootstrap_port: port where an SGLang decode engine looks up a prefill engine's ranks.
         switches: whether it changes its side on request.
-        tells_side: whether `mode` is its side now. Without our backend it is the side of its start.
-        started: the side of its start.
-        version: of SGLang; empty: not reported.
+        tells_side: whether `mode` is its present side. Without our backend, `mode` is the side on
+            which it was started.
+        started: the side on which it was started.
+        version: version of SGLang; empty: not reported.
     """
 
     mode: str

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out a change of an engine's role: `steady`, `moving`, `steady`.
 
-A vLLM engine with `kv_both` does both at any time, so its move is a change of the router's mind. An SGLang engine must
-be idle: it drains, gets `POST /pd_role_switch`, and is asked for its new side. If a step fails, the engine goes back to
-its old role.
+A vLLM engine with `kv_both` serves both sides at any time, so a move only changes what the router sends to it. An
+SGLang engine must be idle: it drains, gets `POST /pd_role_switch`, and is asked for its new side. If a step fails, the
+engine goes back to its old role.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Mover:
             pool.replace(engine, edited)
 
     async def _switch(self, engine: BackendEngine, role: Role, place: Place) -> None:
-        """Drain an SGLang engine and have it change its side. `place`: by the settings at the beginning."""
+        """Drain an SGLang engine and have it change its side. `place`: its place in the settings when the move
+        began."""
         pool, before = self._pool, engine.role
         ask = pool.inquiry(engine)
         pool.move(engine, role)
@@ -137,7 +138,7 @@ class Mover:
 
     async def _idle(self, engine: BackendEngine, until_s: float, place: Place) -> None:
         """Wait until the engine has no requests. Raises MoveFailedError at `until_s`, or if the settings give it
-        another place meanwhile: they win over what was decided before."""
+        another place meanwhile: new settings take precedence over the move."""
         while True:
             if engine.role_state.place != place:
                 raise MoveFailedError(SETTINGS, "its entry in the settings has changed meanwhile")
@@ -157,8 +158,7 @@ class Mover:
             await asyncio.sleep(LOOK_S)
 
     async def _side(self, engine: BackendEngine, assumed: str = "") -> str:
-        """The side that the engine says it is on; `assumed` if it does not tell, and empty if it does not
-        answer."""
+        """The side that the engine reports; `assumed` if its report has no side, and empty if it does not answer."""
         try:
             facts = await self._pool.inquiry(engine).sglang_facts()
         except EngineFailedError:

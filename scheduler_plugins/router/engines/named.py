@@ -23,7 +23,7 @@ MEMBERS_S = 5.0
 
 
 class NamedEngines:
-    """The URLs of the engines behind each name. While a name cannot be looked up, its engines stay as they were."""
+    """The URLs of the engines behind each name. While a name cannot be looked up, it keeps its last engines."""
 
     def __init__(self, config: Callable[[], RouterConfig], session: aiohttp.ClientSession) -> None:
         """Look nothing up yet. `config` returns the current settings."""

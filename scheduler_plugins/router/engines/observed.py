@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What role policies and the live page learn of requests. Workers and routers send it to each other, so each knows all
-requests."""
+"""Events of requests for role policies and the live page. Workers and routers send them to each other, so each knows
+all requests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SharedHistory(History):
         """Note the events of another router, as if they came now. They are not sent on to further routers.
 
         Args:
-            groups: groups that are known here. Events of others are ignored, and those with numbers that make no sense.
+            groups: groups that are known here. Events of other groups, and events with impossible numbers, are ignored.
         """
         before, self.listened = self.listened, False
         try:

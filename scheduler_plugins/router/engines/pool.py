@@ -219,8 +219,8 @@ class EnginePool:
         self.use(config)
 
     def replace(self, engine: BackendEngine, place: Place) -> None:
-        """The engine has this place in the settings. It goes home, even if it was pinned, if its home has changed, or if
-        it may no longer have its role. An SGLang engine is not there before it has been switched."""
+        """Give the engine this place in the settings. If its home has changed, or its role is not allowed any more, it
+        goes home, even if it was pinned. An SGLang engine arrives there only when it has been switched."""
         role_state, role = engine.role_state, engine.role
         before, role_state.place = role_state.place, place
         taken = before.may != place.may and self._config.moving is not None
@@ -246,10 +246,16 @@ class EnginePool:
         if self._config.profile:
             engine.costs, engine.costs_reported = load(Path(self._config.profile)), True
         looked_at = partial(self._looked_at, engine)
-        watch = EngineWatch(engine, lambda: self._config, self._session, self.caches, looked_at)
+        watch = EngineWatch(
+            engine, lambda: self._config, self._session, self.caches, looked_at, self._prefills
+        )
         self._watches[engine] = watch
         self._tasks[engine] = asyncio.create_task(watch.run(), name=f"watch {url}")
         return engine
+
+    def _prefills(self) -> bool:
+        """Whether an engine computes prompts for others."""
+        return any(engine.serves(Role.PREFILL) for engine in self.engines)
 
     def remove(self, engine: BackendEngine, joining: Sequence[BackendEngine] = ()) -> None:
         """Let an engine leave: at once if it has no requests, else when its requests have ended.

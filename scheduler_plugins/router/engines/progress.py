@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells an engine that finishes its requests from a dead one, by what still moves. No I/O, no clock.
+"""Distinguishes an engine that finishes its requests from a dead engine, by the answers that still make progress. No
+I/O, no clock.
 
 A stopped vLLM closes its port, ends its core and leaves open sockets silent. An engine that drains refuses connections
 as well, but its answers go on, each at its own pace.
@@ -64,7 +65,7 @@ class Progress:
         return self._pauses >= FEWEST
 
     def came(self, pause_s: float, now_s: float) -> None:
-        """Bytes came, `pause_s` after those before (or after the request)."""
+        """Bytes came, `pause_s` after the previous bytes (or after the request)."""
         self._pauses += 1
         self._longest_s = max(pause_s, self._longest_s * _FADES) if self._pauses else 0.0
         self.signs.moved(self, now_s, self.patience_s)
@@ -74,7 +75,7 @@ class Progress:
         self.signs.ended(self)
 
     def is_late(self, silent_s: float, now_s: float) -> bool:
-        """Whether neither this answer nor another one of the engine moves as it did.
+        """Whether this answer and all other answers of the engine make slower progress than before.
 
         Args:
             silent_s: time since this answer's last bytes.

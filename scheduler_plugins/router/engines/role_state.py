@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is settled about an engine's role: its place by the settings, and how it came by its present role."""
+"""State of an engine's role: its place in the settings, its present role, and who gave it that role."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Decision(NamedTuple):
 
 @dataclass
 class RoleState:
-    """The standing of one engine. Changed by the pool, on the event loop only."""
+    """The role state of one engine. Changed by the pool, on the event loop only."""
 
     place: Place = field(default_factory=Place)
     since_s: float = 0.0
@@ -52,7 +52,7 @@ class RoleState:
     """The role that the engine said it has, if the settings give it none."""
 
     def home(self, role: Role) -> Role:
-        """Where the engine belongs. `role`: its present role, for an engine that has not said anything yet."""
+        """The engine's home. `role`: its present role, used for an engine that has not reported anything yet."""
         return self.place.home or self.reported_home or role
 
     def allows(self, role: Role) -> bool:
@@ -60,7 +60,7 @@ class RoleState:
         return role in self.place.may or role is self.home(role)
 
     def describe(self, role: Role) -> dict[str, Any]:
-        """The standing as `/health` and the admin API show it: only what differs from an engine that stays at
+        """The state as `/health` and the admin API show it: only fields that differ from an engine that stays at
         home."""
         place, description = self.place, dict[str, Any]()
         home = self.home(role)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The side that an SGLang engine is on, beside the side that it should be on.
 
-Requests follow the side it reports: it cannot serve the other side. If the sides differ, the router has it switched, or
-says what is in the way.
+The router sends requests for the side that the engine reports, because it cannot serve the other side. If the sides
+differ, the router has the engine switched, or reports why it cannot.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def settle(
 ) -> None:
     """Use the engine on the side that it reports, and note the side that it should be switched to.
 
-    It is switched if its entry in the settings has been edited, if it is pinned, if it was on that side until it was
-    started again, or if a role policy may move it. A side to which another program has switched it stays.
+    It is switched if its entry in the settings was edited, if it is pinned, if it was on the other side before a
+    restart, or if a role policy may move it. If another program has switched it, it stays on that side.
 
     Args:
-        facts: what the engine has just told; None: it is not an SGLang engine, and serves any side at once.
+        facts: the engine's latest report; None: it is not an SGLang engine, and serves any side at once.
         moving: the policy that moves engines; None: none.
     """
     role_state, before = engine.role_state, engine.role
@@ -81,7 +81,7 @@ def _side(role: Role) -> Role:
 
 
 def _permits(engine: BackendEngine, moving: Moving | None) -> str:
-    """What the settings lack for the router to switch the engine without an edit; empty: nothing."""
+    """What the settings lack to let the router switch the engine without an edit; empty: nothing."""
     if not engine.role_state.place.may:
         return "give it `may: [prefill, decode]`"
     if moving is None or moving.dry_run:
@@ -117,7 +117,7 @@ def _untold(engine: BackendEngine, started: str) -> str:
 
 
 def _say(engine: BackendEngine, problem: str) -> None:
-    """Keep what is wrong with the engine's side. The log says it once."""
+    """Record the problem with the engine's side, and log it once."""
     if problem and problem != engine.role_state.problem:
         logger.warning("%s", problem)
     engine.role_state.problem = problem

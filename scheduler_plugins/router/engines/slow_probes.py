@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is asked every few seconds: its models, its place in a KV pool, and whether KV arrives."""
+"""Queries to an engine every few seconds: its models, its place in a KV pool, and whether KV arrives."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 
 from pd_connector.remedies import unread_in
 from scheduler_plugins.router.engines.engine import BackendEngine, Role
@@ -32,9 +33,11 @@ SLOW = 3
 class SlowProbes:
     """The queries of one engine. Each does nothing before its time has come."""
 
-    def __init__(self, engine: BackendEngine, ask: Inquiry) -> None:
+    def __init__(self, engine: BackendEngine, ask: Inquiry, prefills: Callable[[], bool]) -> None:
+        """`prefills`: whether an engine computes prompts for others. If none does, every engine answers alone."""
         self.engine = engine
         self._ask = ask
+        self._prefills = prefills
         self.metrics_at = 0.0
         self.models_at = 0.0
         self.store_at = 0.0
@@ -133,7 +136,8 @@ class SlowProbes:
             return
         self._count(handoffs, reading.at_s)
         # vLLM without log statistics has no metrics at all, and says nothing of its connector.
-        if engine.kind is Kind.VLLM and reading.cache_used is not None and not reading.totals:
+        silent = engine.kind is Kind.VLLM and reading.cache_used is not None and not reading.totals
+        if silent and self._prefills():
             warning = _HAS_NONE
         warning = _TAKES_NONE if engine.only_produces else warning
         if warning and not engine.warning:
@@ -141,8 +145,8 @@ class SlowProbes:
         engine.warning = warning
 
     def _count(self, handoffs: dict[str, int], now_s: float) -> None:
-        """Take the engine's outcomes of handoffs since its start, and count the new ones. The first time, they are older
-        than the last minutes that the live page shows."""
+        """Take the engine's outcomes of handoffs since its start, and count the new outcomes. At the first call none
+        counts as new: they may be older than the minutes that the live page shows."""
         engine = self.engine
         for outcome, count in handoffs.items():
             before = engine.handoffs.get(outcome, 0)

@@ -62,7 +62,7 @@ class StoreReaders:
         self._tasks: dict[Source, asyncio.Task[None]] = {}
 
     def update(self) -> None:
-        """Begin to read stores that engines use by now, and forget the others."""
+        """Begin to read the stores that engines use now, and forget the others."""
         places = [engine.store for engine in self._engines() if engine.store]
         used = {Source(place.store) for place in places}
         used |= {Source(place.store, place.far) for place in places if place.far}

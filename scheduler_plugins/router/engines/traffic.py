@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's KV, by its metrics: what it has sent, received and kept between two looks at `/metrics`.
+"""An engine's KV traffic, by its metrics: KV that it sent, received and kept between two reads of `/metrics`.
 
 | name | what it is |
 |---|---|
-| `Reading` | the totals of one look |
+| `Reading` | the totals of one read |
 | `FromProducer` | what a decode engine got from one rank of a prefill engine |
 | `Traffic` | one engine's rates and states, for the live page |
 """
@@ -63,7 +63,7 @@ class Reading(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """One engine's KV at the last look. Rates are means since the look before."""
+    """One engine's KV traffic at the last read. Rates are means since the previous read."""
 
     sent_bytes_s: float = 0.0
     received_bytes_s: float = 0.0
@@ -135,7 +135,7 @@ def _with(
 
 
 def between(before: Reading | None, now: Reading) -> tuple[Traffic, Moved]:
-    """What has happened since the look before. Nothing, if `now` is the first look at the engine."""
+    """The traffic since the previous read; empty if `now` is the first read of the engine."""
     earlier = before or now
     seconds = now.at_s - earlier.at_s
     # A lower total: the engine has restarted, and counts from zero.
@@ -188,6 +188,7 @@ def _transports(totals: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def _grown(before: FromProducer | None, now: FromProducer) -> float:
-    """Bytes since the look before. Fewer than then: the decode engine has restarted."""
+    """Bytes since the previous read. If the total has fallen, the decode engine has restarted, and the new total
+    counts."""
     bytes_before = before.nbytes if before else 0.0
     return now.nbytes - bytes_before if now.nbytes >= bytes_before else now.nbytes

@@ -43,12 +43,14 @@ class EngineWatch:
         session: aiohttp.ClientSession,
         caches: EngineCaches,
         on_change: Callable[[], None],
+        prefills: Callable[[], bool],
     ) -> None:
         """Start nothing yet.
 
         Args:
             config: returns the current settings, which may change.
             on_change: called when the engine's state may have changed.
+            prefills: whether an engine computes prompts for others.
         """
         self.engine = engine
         self.wake = asyncio.Event()
@@ -67,7 +69,7 @@ class EngineWatch:
         self._asking: asyncio.Task[None] | None = None
         self._config = config
         self.ask = self._ask = Inquiry(engine.url, config, session)
-        self._looks = SlowProbes(engine, self._ask)
+        self._looks = SlowProbes(engine, self._ask, prefills)
         self._caches = caches
         self._on_change = on_change
 
@@ -261,7 +263,7 @@ class EngineWatch:
         self._asking = asyncio.create_task(ask(), name=f"address of {engine.url}")
 
     def identify_again(self) -> None:
-        """Ask the engine for its side once more: a change of it may have gone half way."""
+        """Ask the engine for its side once more, because a change of its side may have been interrupted."""
         self._unsure = True
         self.wake.set()
 
@@ -283,8 +285,8 @@ class EngineWatch:
 
         Args:
             refusing: the engine takes no new connections, and may still finish its requests.
-            answers: it answers that it takes no requests, and may still finish those that it has.
-            cause: of an engine that has not been up: each is logged once.
+            answers: the engine answers that it takes no requests, and may still finish its open requests.
+            cause: cause of the failure of an engine that has not been up: each is logged once.
         """
         engine = self.engine
         now = asyncio.get_running_loop().time()

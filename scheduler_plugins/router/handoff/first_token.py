@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves the first token's log probabilities from the prefill engine's answer into the decode engine's.
 
-An SGLang engine goes on from a token that a vLLM engine has chosen. vLLM does not give its connector the token's log
-probability; only the answer of the completion has it.
+An SGLang decode engine continues from the token that a vLLM prefill engine has chosen. vLLM does not give its connector
+this token's log probability; only the completion's answer has it.
 """
 
 import json
@@ -17,7 +17,7 @@ class FirstLogprobs(NamedTuple):
 
     Attributes:
         chosen: log probability of the chosen token.
-        top: texts and log probabilities of the likeliest tokens, the likeliest first; as many as were asked for.
+        top: texts and log probabilities of the likeliest tokens, the likeliest first; as many as the request asks for.
     """
 
     chosen: float
@@ -28,7 +28,7 @@ def first_logprobs(answer: object, count: int) -> FirstLogprobs | None:
     """The log probabilities in a completion of one token; None if it has none.
 
     Args:
-        count: number of likeliest tokens that were asked for. vLLM adds the chosen token if it is not among them.
+        count: number of likeliest tokens that the request asks for. vLLM adds the chosen token if it is not among them.
     """
     try:
         logprobs = answer["choices"][0]["logprobs"]  # type: ignore[index]

@@ -52,7 +52,7 @@ USAGE_S = 1.0
 
 
 def prefill_side(engine: BackendEngine, rank: int | None) -> Prefill:
-    """A prefill engine, as its decode engine finds it.
+    """Description of a prefill engine, from which its decode engine can fetch KV.
 
     Args:
         rank: data-parallel rank that will compute the prompt; None: not known in advance.
@@ -90,7 +90,7 @@ class PrefillCopy:
             tokens: length of the prompt.
             fresh_tokens: tokens that the engine is expected to compute.
             prompt: blocks of the prompt. The engine has them cached afterwards.
-            elsewhere: tells whether another prefill engine can be asked.
+            elsewhere: returns whether another prefill engine can be used.
         """
         self.engine = engine
         self.failure: EngineFailedError | None = None
@@ -178,8 +178,9 @@ class PrefillCopy:
         prompt. Otherwise the decode engine has `REFUSAL_GRACE_S` to find the KV in its own cache, or to answer
         anyway.
 
-        If the prefill engine computed the prompt and only the handoff failed, the decode engine knows it. It goes on
-        by itself: vLLM computes the prompt, SGLang has it computed once more. If it cannot, it says so.
+        If the prefill engine computed the prompt and only the handoff failed, the decode engine knows that, and
+        continues by itself: vLLM computes the prompt, SGLang has it computed once more. If it cannot, its answer is an
+        error.
         """
         if self.failure is None or isinstance(self.failure, HandoffFailedError):
             return None

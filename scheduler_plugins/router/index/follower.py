@@ -95,7 +95,7 @@ _ALL_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _GONE
 class EventFollower:
     """Keeps one engine's part of the index up to date while `run` runs.
 
-    Missing batches are asked for at the replay endpoint. If there is no such endpoint, or it no longer has them, the
+    Missing batches are requested from the replay endpoint. If there is no such endpoint, or it no longer has them, the
     engine's part of the index is dropped: with unknown gaps it would become more and more wrong.
     """
 
@@ -209,7 +209,7 @@ class EventFollower:
                 events.disable_monitor()
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Note whether the publisher is connected, and log it if it is not for a while."""
+        """Note whether the publisher is connected; log it if it has not been connected for a while."""
         self.reached, logged = None, False
         last = asyncio.get_running_loop().time()
         while True:

@@ -75,7 +75,7 @@ class HeldBlocks:
         self.unknown = 0
 
     def _counts(self, event: Stored) -> bool:
-        """Whether these blocks tell what a prompt finds cached.
+        """Whether these blocks count for prefix matches.
 
         Models with several kinds of attention report each block once per kind. The first kind that keeps all tokens
         stands for all kinds.

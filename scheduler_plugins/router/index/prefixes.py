@@ -78,7 +78,7 @@ class Prefixes:
         return most
 
     def in_store(self, prompt: PromptKeys, place: StorePlace) -> InStore:
-        """How much of a prompt the store of a host has, for the model of this place in it."""
+        """How much of a prompt a host's store has. `place` names the store and the model in it."""
         hashes = prompt.chunks(place)
         match = InStore(*self._held_index.match(hashes, part_names(place.store)))
         if match.chunks:

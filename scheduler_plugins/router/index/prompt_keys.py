@@ -34,8 +34,8 @@ class PromptKeys(Sequence[bytes]):
                 use, which is rare if the tokens are known.
             tokens: its token ids (`hashes.token_bytes`); None: it is not tokenized.
             extras: for its first blocks, further data that KV depends on (`hashes.prompt_extras`).
-            salt: the request's cache salt, empty for none; None: nothing of it is in a KV pool, as its adapter is known
-                by its name only.
+            salt: the request's cache salt, empty for none. None: no KV pool has the prompt, because its adapter is
+                known only by name.
         """
         self.tokens = tokens
         self.salt = salt

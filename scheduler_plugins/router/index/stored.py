@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of KV in the stores of hosts (`pd_connector.pool`), by the journals that engines tell."""
+"""Chunks of KV in the stores of hosts (`pd_connector.pool`), learnt from the stores' journals, which engines pass
+on."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ class StoredChunks:
         self._index.store(self._fast, _hashes(fast))
 
     def used(self, hashes: Hashes) -> None:
-        """A prompt has these chunks: in a far store, they are dropped later than others."""
+        """Note that a prompt uses these chunks: in a far store's index, they are dropped later than others."""
         if self._order is not None and 2 * len(self._order) > MOST_CHUNKS:
             _renew(self._order, hashes)
 
@@ -157,7 +158,8 @@ def chunk_hashes(model: bytes, tokens: bytes, salt: str) -> Hashes:
 
 
 def _renew(order: dict[int, None], hashes: Hashes) -> None:
-    """Put chunks at the end of an order, the first of a chain last: without it the others are not found."""
+    """Move chunks to the end of an eviction order. A chain's first chunk goes last, because the others are not found
+    without it."""
     for block in reversed(hashes):
         order.pop(block, None)
         order[block] = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of engines that the workers of a router tell each other.
+"""The list of engines that the workers of a router send each other.
 
 An operator changes it at one worker, and each worker reads the settings file by itself. Each change gives the list a
 version, and the larger version holds at all workers. A worker that was started again has version 0 and learns from the

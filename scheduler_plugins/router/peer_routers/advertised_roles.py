@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles that routers tell each other, and which of them decides.
+"""The roles that routers send each other, and the choice of the router that decides.
 
 Each role of an engine has a version: a number, and the router that gave it. The larger version holds at all routers, so
-they agree whatever was lost or late. A router that was restarted has version 0 and learns from its fellows.
+they agree even if messages are lost or late. A restarted router has version 0 and learns from the others.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AdvertisedRoles:
         return advertised
 
     def heard(self, router: str, roles: Mapping[str, AdvertisedRole]) -> None:
-        """Take a fellow's roles. Unknown engines, and roles that no router gives, are ignored."""
+        """Take another router's roles. Unknown engines, and roles that no router gives, are ignored."""
         for engine in self._pool.engines:
             advertised = roles.get(engine.url)
             if advertised is None or self._pool.leaves(engine):

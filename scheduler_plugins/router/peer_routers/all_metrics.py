@@ -98,8 +98,8 @@ class AllMetrics:
             self._write(self._families())
 
     def render(self) -> bytes:
-        """The metrics of all workers in Prometheus' text format. What is shown of this worker is also written: a counter
-        that another worker shows later must not be lower."""
+        """The metrics of all workers in Prometheus' text format. This worker's metrics are also written to its file at
+        once, so that another worker never shows a lower counter later."""
         own = self._families()
         self._write(own)
         parts = [own]
@@ -124,7 +124,7 @@ class AllMetrics:
 
 
 def note_end(folder: Path, number: int) -> None:
-    """A worker has ended: of what it has written, only counters count."""
+    """A worker has ended: keep only the counters of its file."""
     with suppress(FileNotFoundError):
         _path(folder, number).replace(_ended(folder, number))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other senders have sent to an engine: other workers by shared memory, other routers by their messages.
+"""Requests that other senders have sent to an engine: other workers' counts in shared memory, other routers' from their
+messages.
 
 Each worker writes its own row of a table, and sums the others' rows when a policy asks. So all workers see a count at
 once, without locks and without waking each other. With messages alone, workers that decide within the same 50 ms would

@@ -112,7 +112,7 @@ class _Circle:
 
         Args:
             own: address where the others hear this process; empty: they do not.
-            keys: made from the secret of the circle; None: it has none.
+            keys: made from the circle's secret; None: the circle has no secret.
         """
         self.telling, self.hearing = context.socket(zmq.PUB), context.socket(zmq.SUB)
         try:
@@ -153,8 +153,8 @@ class PeerRouters:
 
         Args:
             key: the secret that all routers share; empty: none.
-            place: of this process among the workers of its router; None: the router is one process.
-            waiting: returns what waits in this process's front queue, by group.
+            place: place of this process among the workers of its router; None: the router is one process.
+            waiting: returns the requests that wait in this process's front queue, by group.
         """
         self._pool, self._place, self._waiting = pool, place, waiting
         self._roles, self._list = AdvertisedRoles(pool), AdvertisedEngines(pool)
@@ -178,7 +178,7 @@ class PeerRouters:
 
         Args:
             exchange: address where other routers hear this one; empty: none does.
-            fellows: where this router hears others.
+            fellows: addresses where this router hears others.
         """
         place, self._begun_s = self._place, asyncio.get_running_loop().time()
         self._named = len(set(fellows))
@@ -239,7 +239,8 @@ class PeerRouters:
             await asyncio.sleep(EVERY_S)
 
     async def _hear(self, circle: _Circle, others: Sequence[_Circle], *, outside: bool) -> None:
-        """Take in what one circle says, and pass it on to the others. `outside`: as in `heard`."""
+        """Take in the messages of one circle of peers, and pass them on to the other circles. `outside`: as in
+        `heard`."""
         loop, showing = asyncio.get_running_loop(), False
 
         def show() -> None:
@@ -323,7 +324,8 @@ class PeerRouters:
         """Take in a message. Returns whether it is new and valid; otherwise it changes nothing.
 
         Args:
-            outside: whether it came from other routers. Such a message is not a worker's of this router, whatever it says.
+            outside: whether it came from another router. Such a message never counts as one of this router's workers,
+                even if it claims that.
         """
         try:
             sent = _DECODER.decode(message)
@@ -358,7 +360,7 @@ class PeerRouters:
                 self._pool.prefilled_elsewhere(engines[url], unpacked(content))
 
     def waiting(self) -> dict[str, Front]:
-        """What waits in the front queues of all workers and routers, by group."""
+        """The requests that wait in the front queues of all workers and routers, by group."""
         result = dict(self._waiting())
         for heard in self._heard.values():
             for group, front in heard.sent.front.items():

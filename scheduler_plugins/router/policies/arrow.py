@@ -25,8 +25,9 @@ MARGIN = 0.8
 
 class Arrow(Policy):
     """Routes as `least_delay` does. If the chosen prefill engine would miss the promised TTFT, a decode engine that
-    keeps both promises computes the prompt itself. A prompt stretches the steps of all sequences beside it, so that
-    engine must be idle or its steps short. Source: Arrow, xllm-service's `SLO_AWARE`, which asks for neither."""
+    keeps both promises computes the prompt itself. A prefill makes the steps of all sequences beside it longer, so the
+    engine must be idle, or its steps must stay short. Source: Arrow, xllm-service's `SLO_AWARE`, which has neither
+    condition."""
 
     def __init__(self, decode: Rule | None = None) -> None:
         self._prefill = Conductor.least_delay()

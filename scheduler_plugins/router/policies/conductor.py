@@ -33,8 +33,8 @@ class Conductor(Rule):
     """
 
     def __init__(self, own_weight: float = 1.0, waiting_weight: float = 0.0) -> None:
-        """Weigh extra time: prefill that an engine computes although another engine has the prefix
-        cached. Extra time delays the requests behind this one.
+        """Set the weight of extra time. Extra time is prefill that an engine computes although
+        another engine has the prefix cached. It delays the requests behind this request.
 
         Args:
             own_weight: how many times extra time counts; the part above 1 is for requests that come

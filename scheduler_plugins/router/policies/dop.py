@@ -132,8 +132,8 @@ class Dop(Policy):
     def _divided(
         self, request: Request, engines: Sequence[EngineView], now_s: float, random: Random
     ) -> EngineView:
-        """The engine of this request. Engines of one speed are in any order: the first of them would get what comes
-        while all are idle."""
+        """The engine of this request. Engines of equal speed are shuffled: otherwise the first of them would get every
+        request while all are idle."""
         before = [other for other in self._waiting.values() if other.request.id != request.id]
         before.sort(key=lambda other: other.request.arrival_s)
         waiting = [self._waiting[request.id], *before[: MOST - 1]]
@@ -158,7 +158,7 @@ def divide(
     Args:
         costs_s: for each engine, the seconds of each request there.
         queued_s: seconds until each engine can begin.
-        weights: of each request's time.
+        weights: weight of each request's time.
 
     Returns:
         For each request, the number of its engine. The weighed sum of times is the least possible.

@@ -61,10 +61,11 @@ def prefill(
     """The fastest way for an engine to compute a prompt.
 
     Args:
-        costs: of the engine.
+        costs: costs of the engine.
         own: tokens of the prompt that the engine has cached.
         others: sources that it can fetch from.
-        threshold: it fetches only from a source that has more than this many times its own tokens.
+        threshold: factor. The engine fetches only from a source with more than `threshold` times
+            its own cached tokens.
     """
     best_s = costs.prefill_s(request.tokens, own)
     pull_from: PrefixSource | None = None

@@ -93,7 +93,7 @@ def create(name: str, decode: str = "") -> Policy:
 
 
 def is_added(name: str, decode: str) -> bool:
-    """Whether another package's code decides, under the names that `create` takes."""
+    """Whether a policy of these names (see `create`) is another package's code."""
     own = name.removeprefix(WRAPPER + ":")
     return own not in {*PREFILL, *BOTH_SIDES, WRAPPER} or decode not in {"", *DECODE}
 

@@ -88,9 +88,9 @@ class Sides(Policy):
     If a rule predicts a time above the request's SLO, the request is rejected: by that rule no
     other engine does better.
 
-    An engine of role `WHOLE` that is chosen for prefill decodes as well. An engine of role `BOTH`
-    serves both sides of one request only if there is no other engine: it would be busy with both
-    parts, and nothing would be handed over.
+    If an engine of role `WHOLE` is chosen for prefill, it decodes the request, too. An engine of
+    role `BOTH` serves both sides of one request only if there is no other engine: it would be busy
+    with both parts, and nothing would be handed over.
     """
 
     def __init__(self, prefill: Rule, decode: Rule) -> None:

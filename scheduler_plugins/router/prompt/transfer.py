@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's body says about its transfer: whether a pair of engines can serve it, and the copies that vLLM's
-two engines get. Pure functions."""
+"""Decides from a request's body whether a pair of engines can serve it, and makes the copies for vLLM's two engines.
+Pure functions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -69,8 +69,8 @@ def why_not_disaggregated(body: Mapping[str, Any]) -> str | None:
 
 
 def needs_one_engine(body: Mapping[str, Any], endpoint: str) -> str:
-    """What no pair of SGLang engines can answer, and what to do; empty if a pair can. SGLang uses one transfer for
-    all answers of a request, and returns logprobs of the prompt in the prefill engine's answer.
+    """The part of a request that no pair of SGLang engines can answer, with advice; empty if a pair can. SGLang uses
+    one transfer for all answers of a request, and returns logprobs of the prompt in the prefill engine's answer.
 
     Args:
         endpoint: one of `ONE_ENGINE`; empty for all other endpoints.

@@ -110,8 +110,8 @@ class ParsedRequest:
         )
 
     def ask_for_rest(self, rest: dict[str, Any]) -> None:
-        """From now on, ask for `next_body` of a record: the client's chat once more, or the prompt's tokens and those
-        that were sent."""
+        """From now on, send a record's `next_body`: the client's chat again, or the prompt's tokens followed by the
+        tokens that the client has got."""
         if "messages" in rest:
             return
         if self.path != GENERATE:

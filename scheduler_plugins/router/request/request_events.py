@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What role policies learn of one request: its arrival, its first token, its end, or its refusal."""
+"""Events of one request for role policies: its arrival, its first token, its end, or its refusal."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ class Responder:
         return await self._client.finish(), outcome
 
     async def end(self, events: bytes) -> web.StreamResponse:
-        """End a stream whose engine was lost after the last token. `events`: what it still owed."""
+        """End a stream whose engine was lost after the last token. `events`: the events that the engine had yet to
+        send."""
         if events:
             await self._client.write(events)
         return await self._client.finish()
@@ -273,7 +274,7 @@ class Responder:
         return (events if record is None else record.feed(events)), failed
 
     async def _go_on_after(self, failed: EngineFailedError, stream: EngineStream) -> None:
-        """If a client asked for the abort, send the withheld events. Otherwise raise `failed`."""
+        """Send the withheld events if a client asked for the abort. Otherwise raise `failed`."""
         await self._client.write(await self._unless_wanted(failed, stream))
         self.whole = stream.cutter.finished
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a stream can go on at another engine: its request allows it, and its sent part ends with a whole character."""
+"""Decides whether a stream can go on at another engine: its request must allow it, and its sent part must end with a
+whole character."""
 
 from __future__ import annotations
 

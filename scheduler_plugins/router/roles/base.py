@@ -38,7 +38,7 @@ class Scale(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """Engines of a side that were asked for and do not serve yet. They count when they serve."""
+    """Engines of a side that were requested and do not serve yet. They count when they serve."""
 
     group: str
     role: Role

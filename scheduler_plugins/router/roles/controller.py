@@ -118,7 +118,7 @@ class RoleController:
         self._failures[engine] = (now_s, self._failures.get(engine, (0.0, 0))[1] + 1)
 
     def not_started(self, group: str, role: Role, now_s: float) -> None:
-        """Engines that `scales` asked for could not be started. No more are asked for in a pause."""
+        """Engines of `scales` could not be started. During a pause no more are requested."""
         if self._scaling is not None:
             self._scaling.failed(group, role, now_s)
 
@@ -259,7 +259,7 @@ class RoleController:
         return None
 
     def _forget(self, members: Sequence[Member], now_s: float) -> None:
-        """Drop what is known of engines that left, and times that lie ahead because the clock jumped back."""
+        """Forget engines that left, and times that are in the future because the clock jumped back."""
         present = {member.name for member in members}
         for of_engines in (self._since_s, self._failures):
             for gone in of_engines.keys() - present:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What earlier days had at the same minute: sums of requests, in a file."""
+"""Number of requests at the same minute of earlier days, in sums that a file keeps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Days:
         """Read the file; without one, nothing is known yet.
 
         Raises:
-            DaysError: it cannot be read, or was written by something else.
+            DaysError: the file cannot be read, or another program wrote it.
         """
         try:
             if not path.exists():

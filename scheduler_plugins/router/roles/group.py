@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What role policies share: a group's two sides, how near each is to its promise, and how much work it has."""
+"""Common base of role policies: a group's two sides, how near each is to its promise, and how much work it has."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Group:
     def prefill_pressure(self, fewer: int = 0) -> float:
         """Seconds of queued prompts for each prefill engine, front included, as a part of the promised TTFT.
 
-        `fewer`: as if this number of engines had left, and the others had their queues.
+        `fewer`: computed as if this number of engines had left, and the others had taken over their queues.
         """
         side = self.prefill
         if len(side) <= fewer:
@@ -101,7 +101,7 @@ class Group:
     def decode_pressure(self, fewer: int = 0) -> float:
         """The larger of: time per token as a part of the promise, KV in use as a part of the room.
 
-        `fewer`: as if this number of engines had left, and the others had their sequences.
+        `fewer`: computed as if this number of engines had left, and the others had taken over their sequences.
         """
         side = self.decode
         if len(side) <= fewer:
@@ -141,7 +141,7 @@ class Group:
         return Work(prompt_s(costs, uncached, spread), answer * self.token_s(prompt + answer / 2))
 
     def decoding(self) -> float:
-        """Decode engines that the sequences of now keep busy, those included that wait for room."""
+        """Number of decode engines that the present sequences keep busy, including sequences that wait for room."""
         busy = 0.0
         for member in self.decode:
             batch = member.view.batch
@@ -199,7 +199,7 @@ def _room(member: Member) -> float:
 
 
 def decode_part(member: Member, tpot_s: float, spread: float = 1.0) -> float:
-    """How near a decode engine is to its promise or its room. `spread`: as if it had this many times its sequences."""
+    """How near a decode engine is to its promise or its room. `spread`: factor of its number of sequences."""
     view = member.view
     step_s = 0.0
     if view.costs.knows_decode and view.batch:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in the last minutes, in sums for each second. Router and simulator fill it by the same calls."""
+"""Sums of request events for each second of the last minutes. Router and simulator fill them by the same calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _BOUND = 1e3
 
 
 class Seen(NamedTuple):
-    """Sums over a period of one group, and what follows from them. All are 0 if nothing happened. Most are counts."""
+    """Sums of one group over a period, and values computed from them. All are 0 if nothing happened. Most are
+    counts."""
 
     seconds: float = 0.0  # length of the period; shorter than asked for at the start
     arrivals: float = 0

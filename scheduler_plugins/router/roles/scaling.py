@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guards around numbers of engines: bounds, whole units, what never comes, and a slow scale-in."""
+"""The guards around numbers of engines: bounds, whole units, engines that never come up, and a slow scale-in."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ScaleGuards:
         self._sides: dict[tuple[str, Role], _Side] = {}
 
     def coming(self, members: Iterable[Member], now_s: float) -> list[Coming]:
-        """Take note of the engines that serve now. Returns those that are still to come."""
+        """Note the engines that serve now. Returns the requested engines that do not serve yet."""
         members = list(members)
         groups = {member.group for member in members} | {group for group, _ in self._sides}
         coming = list[Coming]()
@@ -103,7 +103,8 @@ class ScaleGuards:
             self._give_up(side, missing, f"did not come within {limit_s:.0f} s", now_s)
 
     def _give_up(self, side: _Side, missing: int, what: str, now_s: float) -> None:
-        """Engines that were asked for together fail together: within a pause that counts once."""
+        """Give up engines that did not come. Engines that were requested together fail together, so within a pause this
+        counts once."""
         if now_s >= side.again_s or not side.failures:
             side.failures += 1
             side.again_s = now_s + doubled_s(AGAIN_S, side.failures - 1, LONGEST_AGAIN_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`slo`: as many engines on each side as keep the promises of the requests that will come."""
+"""`slo`: gives each side as many engines as the expected requests need to keep their promises."""
 
 from __future__ import annotations
 
@@ -62,15 +62,17 @@ class _Correction:
 class Slo(RolePolicy):
     """Starts engines before the promises break, and stops those that are not needed.
 
-    1. Requests a second when an engine would serve that is asked for now: the trend of the last ten minutes, or what
-       earlier days had at that minute, if that is more.
+    1. Requests a second at the time when an engine that is requested now would serve: the trend of the last ten
+       minutes, or the mean of earlier days at that minute, if that is more.
     2. Engines of that load: seconds of prefill and of decode for the mean request, by the costs, corrected by actual /
        expected time to the first token and time per token.
     3. Room for bursts: prefill gets engines until at most `LATE` of the prompts would wait too long, decode until their
        batches hold a Poisson number of sequences.
-    4. Engines for what waits beyond the promise, unless the present ones work it off before others come.
+    4. Engines for prompts that already wait beyond the promise, unless the present engines finish them before new
+    engines come.
 
-    A side is made smaller only if the others have `SPARE` of their time left. Source of 1 and 2: Dynamo's SLA planner, whose correction does not see what waits.
+    A side is made smaller only if the others have `SPARE` of their time left. Source of 1 and 2: Dynamo's SLA planner,
+    whose correction ignores waiting prompts.
     """
 
     scales: ClassVar[bool] = True
@@ -135,7 +137,8 @@ class Slo(RolePolicy):
         )
 
     def _waits(self, group: Group, role: Role, load: _Load, start_s: float) -> int:
-        """Engines for what waits beyond the promise, after the present ones have worked for `start_s`."""
+        """Engines for prompts that still wait beyond the promise after the present engines have worked for
+        `start_s`."""
         if role is Role.PREFILL:
             serving = len(group.prefill)
             late_s = (max(0.0, group.prefill_pressure() - 1) if serving else 0.0) * serving
@@ -147,8 +150,8 @@ class Slo(RolePolicy):
         return ceil(late_s / QUEUE_S) if late_s > 0 else 0
 
     def _correct(self, group: Group, now_s: float) -> None:
-        """Compare actual and expected times. Both sides are left alone while prompts wait beyond their promise: then times
-        say how few engines there are, and not what a request costs."""
+        """Correct the costs by actual and expected times. Nothing is corrected while prompts wait beyond their promise:
+        times then show a lack of engines, not the cost of a request."""
         correction = self._corrections.setdefault(group.name, _Correction(at_s=now_s))
         weight = 1 - exp(-max(0.0, now_s - correction.at_s) / SLOWLY_S)
         correction.at_s = now_s
@@ -172,7 +175,8 @@ class Slo(RolePolicy):
 
 
 def _factor(actual_s: float, per_s: float, each_s: float, squares: float, engines: int) -> float:
-    """The factor of a prompt's seconds with which the mean time to the first token is the actual one."""
+    """The factor of a prompt's seconds that makes the predicted mean time to the first token equal to the actual
+    mean."""
     low, high = LEAST, MOST
     for _ in range(20):
         middle = (low + high) / 2

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt of a request: the engines it may use, the engines it uses, and the errors if there
-are none."""
+"""One attempt of a request: the engines it may use, the engines it uses, and the errors if no
+engine can serve it."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -293,8 +293,8 @@ class Candidates:
 
 
 def _weight(failure: EngineFailedError) -> int:
-    """How many failures this one counts for. An engine that reports an error of its own may succeed the next time; an
-    engine that is gone, refuses the request or lacks room is not asked again."""
+    """The number of failures that this failure counts as. An engine that reports an internal error may succeed the next
+    time. An engine that is gone, refuses the request or lacks room does not get the request again."""
     repeatable = failure.answered and not isinstance(failure, OverloadedError)
     return 1 if repeatable else MOST_FAILURES
 
@@ -317,7 +317,7 @@ class Pairing:
             client; empty: there is none.
         tokens: length of the prompt; 0: not counted.
         failures: how often each prefill engine has failed its copy of the request, and each pair (prefill, decode)
-            its handoff. What has failed is asked again if nothing else is left, up to `MOST_FAILURES` in all.
+            its handoff. Failed engines and pairs are tried again if nothing else is left, up to `MOST_FAILURES` in all.
     """
 
     def __init__(self, request: Mapping[str, Any], *, endpoint: str) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live router's policy. What a policy does wrong costs its own decision only: the default policy decides instead."""
+"""The live router's policy. If the named policy fails, or its decision cannot be followed, the default policy decides
+instead."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def raised_by(error: BaseException) -> BaseException | None:
-    """What the policy's code raised; None: it returned a decision that cannot be followed."""
+    """The exception of the policy's code; None: it returned a decision that cannot be followed."""
     return error.__cause__ if isinstance(error, PolicyError) else error
 
 
@@ -94,5 +95,5 @@ def text_of(error: BaseException) -> str:
 
 
 def slow_text(took_s: float) -> str:
-    """What is wrong with a decision that took this long, for the log."""
+    """Description, for the log, of a decision that took this long."""
     return f"took {took_s:.2f} s for one decision (wanted: less than {SLOW_S:g}), and nothing was served meanwhile"

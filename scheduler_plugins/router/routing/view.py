@@ -69,7 +69,7 @@ class HostStore:
     """`PrefixSource`: the chunks of one model in the store of one host, or in a far store.
 
     Attributes:
-        name: of the pool, in decisions.
+        name: name of the pool, in decisions.
         block_tokens: tokens of a chunk.
     """
 
@@ -80,7 +80,8 @@ class HostStore:
 
         Args:
             places: by engine name, for each engine that may use these chunks.
-            hosts: of a far store: the places of these engines in their hosts' stores. A chunk that is there is not brought.
+            hosts: for a far store: the places of these engines in their hosts' stores. A chunk that a host has is not
+                brought.
         """
         self.name = name
         self._places, self._hosts = places, hosts
@@ -106,8 +107,9 @@ class HostStore:
         """Predicted seconds to load the last `tokens` tokens of the match.
 
         Returns:
-            Infinite for engines of other hosts and other models. A tier of a host that was not measured yet counts as fast, as it
-            does in engines: they load from it until they know better. A far store counts as the slowest tier that was.
+            Infinite for engines of other hosts and other models. A host's tier that is not measured yet counts as fast,
+            because engines load from such a tier, too. A far store that is not measured counts as the slowest measured
+            tier.
         """
         if engine not in self._places:
             return inf
@@ -120,7 +122,7 @@ class HostStore:
         return (chunks - slow) * fast_s + slow * slow_s
 
     def _chunk_s(self, engine: str, counts: Callable[[str], bool]) -> float:
-        """Seconds to load a chunk from tiers that count: by this engine's loads, else by another's."""
+        """Seconds to load a chunk from the counted tiers: by this engine's loads, otherwise by another engine's."""
         for considered in (counts, _is_any) if counts is _is_far else (counts,):
             for place in (self._places[engine], *self._places.values()):
                 speeds = [speed for tier, speed in place.bytes_per_s.items() if considered(tier)]

@@ -361,8 +361,9 @@ class RouterConfig:
                 raise ValueError(f"{name} {getattr(self, name)}: must be 1 or more, or 0 for none")
 
     def checked_here(self) -> Self:
-        """These settings, if the commands and the file of days can be used on this machine now. Call it where settings are
-        read, and not where the router changes them: a command that was edited must not keep an engine out of the list.
+        """Check that the commands and the file of days can be used on this machine now; returns the settings. Call it
+        only when settings are read, not when the router changes them: a broken command must not keep an engine out of
+        the list.
 
         Raises:
             ValueError: names the setting and what to do.

@@ -124,7 +124,8 @@ def moving_of(text: str, *, elastic: bool) -> Moving | None:
 
 
 def default_group(places: Iterable[Place]) -> str:
-    """The group of requests that no route leads to one: `default` if it has an engine, else the first engine's."""
+    """The group of requests without a route to a group: `default` if it has an engine, else the first engine's
+    group."""
     groups = [place.group for place in places]
     return DEFAULT_GROUP if DEFAULT_GROUP in groups or not groups else groups[0]
 
@@ -140,7 +141,7 @@ def check_groups(
     """Check groups against the engines.
 
     Args:
-        places: of all engines that have a URL of their own.
+        places: places of all engines that have a URL of their own.
         named: groups that have names, which stand for an unknown number of engines.
         grows: whether engines are started, so that a group can have more than are listed.
 

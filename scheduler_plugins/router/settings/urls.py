@@ -88,7 +88,7 @@ def checked_events(
     """Endpoints of KV events, by the engines' URLs in their usual form.
 
     Args:
-        urls: of all engines.
+        urls: base URLs of all engines.
 
     Raises:
         ValueError: no engine has such a URL, or an endpoint is none of ZeroMQ's.

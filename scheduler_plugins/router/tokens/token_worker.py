@@ -161,7 +161,8 @@ def _declared(folder: str, tokenizer: Any) -> list[str]:
 
 
 def _vocabulary(tokenizer: Any) -> list[str]:
-    """The text of every token. The letters around it show whether an engine treats it as an added token."""
+    """The text of every token. Between letters (`_batches`), a text shows whether an engine treats it as an added
+    token."""
     ids = sorted(tokenizer.get_vocab().values())
     options = {"clean_up_tokenization_spaces": False}
     texts: list[str] = tokenizer.batch_decode([[token] for token in ids], **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the workers of a router, starts those that end again, and ends all. It serves no client and watches no engine.
+"""Starts the workers of a router, restarts workers that end, and ends all. It serves no client and watches no engine.
 
 Workers are forks, so they share the memory of the code, and start at once. The supervisor therefore has no event loop
 and no thread.
@@ -129,7 +129,7 @@ class Supervisor:
         return True
 
     def keep(self, ends: set[signal.Signals]) -> None:
-        """Start workers that end again, until a signal ends the router."""
+        """Restart workers that end, until a signal ends the router."""
         while True:
             due = [worker.due_s for worker in self.workers if worker.process is None]
             wait_s = max(0.0, min(due) - time.monotonic()) if due else None
@@ -140,7 +140,7 @@ class Supervisor:
             self._look()
 
     def close(self) -> None:
-        """Let all workers finish their requests and end. Kill those that take longer than they may."""
+        """Let all workers finish their requests and end. Kill workers that exceed their time."""
         until_s = time.monotonic() + self._config.shutdown_timeout_s + _GRACE_S
         for worker in self.workers:
             if worker.process is not None:
@@ -202,7 +202,7 @@ class Supervisor:
             worker.reason = report.decode(errors="replace")
 
     def _look(self) -> None:
-        """Note which workers listen, and start those that have ended and are due."""
+        """Note which workers listen, and restart ended workers whose pause is over."""
         for worker in self.workers:
             if worker.process is not None and not worker.listens:
                 self._read(worker)
@@ -251,7 +251,8 @@ def _signal(ends: set[signal.Signals], wait_s: float | None) -> bool:
 
 @contextmanager
 def _awaited_signals() -> Iterator[set[signal.Signals]]:
-    """Have the signals that end the router wait until `_signal` takes them. `nohup` has SIGHUP ignored."""
+    """Block the signals that end the router, so that they wait until `_signal` takes them. Under `nohup` SIGHUP stays
+    ignored."""
     ends = {signal.SIGINT, signal.SIGTERM}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         ends.add(signal.SIGHUP)

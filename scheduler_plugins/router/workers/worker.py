@@ -54,7 +54,8 @@ def work(
 
 
 def _current(config: RouterConfig, settings: SettingsFile) -> RouterConfig:
-    """The settings by the file as it is now. What is read at the start of the router only stays."""
+    """The settings of the file's present content. Settings that are read only at the router's start
+    keep their values."""
     try:
         settings.changed()
     except SettingsError as error:

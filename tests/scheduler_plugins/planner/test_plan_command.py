@@ -122,6 +122,10 @@ def test_a_plan_of_two_lengths_brings_its_trace(folder: Path, capsys) -> None:
         ("--device L4 --gpus 0", "no GPU may be used"),
         ("--device H100 --ttft-ms 0", "ttft_ms 0.0: must be"),
         ("--device H100 --tpot-ms nan", "tpot_ms nan: must be"),
+        ("--device H100 --tpot-ms 1e300", "tpot_ms 1e+300: must be"),
+        ("--device H100 --gpus -1", "gpus -1: must be from 1 to 512"),
+        ("--device H100 --gpus 1000000000", "gpus 1000000000: must be from 1 to 512"),
+        ("--device H100 --requests -5", "requests -5: must be 40 or more"),
         ("--device H100 --per-s -1", "per_s -1.0"),
         ("--device H100 --order nope", "policy 'nope'"),
         ("--device H100 --policy nope", "policy 'nope'"),
@@ -152,7 +156,11 @@ def test_a_mistake_is_named_and_nothing_is_written(
         (("gpus: 2", "gpus: 2, reserved: 3"), "reserved 3: node 'a' has only 2 GPUs"),
         (("gpus: 2", "gpsu: 2"), "key 'gpsu' is not known; did you mean 'gpus'?"),
         (("gpus: 2", "gpus: 99999"), "gpus: Expected"),
+        (("gpus: 2", "number: 512, gpus: 2"), "have 1,026 GPUs, at most 512 are planned together"),
         (("nodes:", "nodes:\n\t- x"), "found character"),
+        (("devices:", "nodes: []\ndevices:"), "inventory.yaml:5: key 'nodes' is there twice"),
+        (("device: H100", "device: H100, device: A100"), "inventory.yaml:3: key 'device' is there twice"),
+        (("  A100: {price_per_h: 1.2}", "  A100: {price_per_h: 1.2}\nbudget: {price_per_h: 0.1}"), "budget: no fleet that answers is within it"),
         (("nodes:", "x: &a [1]\nnodes: *a\ny:"), "aliases (*a) are not read"),
         (("  A100: {price_per_h: 1.2}", "budget: {watts: 1, price_per_h: 1}"), "has both price_per_h and watts"),
         (("  A100: {price_per_h: 1.2}", "budget: {price_per_h: 1}"), "budget: price_per_h needs a price_per_h of every device"),
@@ -191,6 +199,7 @@ errors: {prefill: 0.02, decode: 0.03, mixed: 0.05}
         (("decode: 0.03", "decode: 0.3"), "error 30% (decode) is above 15 %"),
         (("kv_tokens: 400000", "gpus: 1"), "kv_tokens and kv_bytes_per_token are missing"),
         (("a: 3.0e-5", "a: .nan"), "a is nan"),
+        (("131072", "1.0e+300"), "kv_bytes_per_token 1e+300: must be a number from 0 to 1e+09"),
     ],
 )
 def test_a_profile_that_does_not_fit_is_refused(
@@ -236,11 +245,20 @@ def test_traces_that_say_nothing_are_refused(folder: Path, capsys) -> None:
     for lines, said in (
         ([head], "is empty"),
         ([head, first], "has 1 requests, wanted are 40"),
+        ([head, *rest, first.replace(first.rsplit(",", 2)[1], "-5")], "tokens below 0"),
         ([head, *long], "1 of 299 requests are longer than the model's context of 131,072"),
     ):
         (folder / "trace.csv").write_text("\n".join(lines))
         assert plan(folder, folder / "trace.csv", "--device", "H100", *PROMISE) == 2
         assert said in capsys.readouterr().err
+
+
+def test_endless_files_are_not_read_to_their_end(folder: Path, capsys) -> None:
+    trace, zero = folder / "trace.csv", "/dev/zero"
+    assert plan(folder, trace, "--device", "H100", *PROMISE, "--model", zero) == 2
+    assert "is not JSON" in capsys.readouterr().err
+    assert plan(folder, trace, "--inventory", zero, *PROMISE) == 2
+    assert "has more bytes than are read, at most 1,048,576" in capsys.readouterr().err
 
 
 def test_weights_that_fit_nowhere_are_refused(folder: Path, capsys) -> None:

@@ -11,6 +11,7 @@ import pytest
 from support.plan_cases import CONFIG, TWO_NODES, model, requests
 
 from scheduler_plugins.planner.bound import Bounds, Workload, rates_of
+from scheduler_plugins.planner.colocated import uniform
 from scheduler_plugins.planner.devices import SHEETS
 from scheduler_plugins.planner.errors import PlanError
 from scheduler_plugins.planner.estimate import estimated
@@ -63,6 +64,26 @@ def test_no_mix_beats_the_front_and_the_front_fits(tmp_path: Path, budget: str) 
     assert max(cost_of(mix, inventory) for mix in found) <= inventory.most_cost
     if budget:
         assert len(every) < len(every_mix(stock(tmp_path))), "the budget takes some"
+
+
+@pytest.mark.parametrize(
+    ("budget", "found"),
+    [
+        ("", {(2, 2)}),
+        ("budget: {price_per_h: 2.6}", {(1, 0), (0, 2)}),
+        ("budget: {price_per_h: 3.8}", {(1, 1), (1, 0), (0, 2)}),
+        ("budget: {watts: 1100}", {(1, 1), (1, 0), (0, 2)}),
+    ],
+)
+def test_engines_that_do_both_are_as_many_as_the_budget_allows(
+    tmp_path: Path, budget: str, found: set[tuple[int, int]]
+) -> None:
+    """All or none were tried: with a budget for one H100 no fleet was found."""
+    inventory = stock(tmp_path, TWO_NODES + budget)
+    mixes = uniform(Bounds(inventory, LOAD))
+    assert all(fits(mix, inventory) for mix in mixes)
+    numbers = [{kind: n for kind, _, n in mix} for mix in mixes if "tp2" not in str(mix)]
+    assert {(each.get("H100-tp1", 0), each.get("A100-tp1", 0)) for each in numbers} == found
 
 
 def maximum_flow(fleet: Fleet, bounds: Bounds) -> float:
@@ -184,7 +205,12 @@ def test_kv_and_active_parameters_follow_the_config(
     [
         ({"hidden_size": "x"}, "hidden_size is 'x'; must be a number"),
         ({"hidden_size": None}, "hidden_size is None"),
-        ({"num_attention_heads": 0}, "must be above 0"),
+        ({"num_attention_heads": 0}, "must be 1 or more"),
+        ({"num_key_value_heads": 0}, "must be 1 or more"),
+        ({"num_hidden_layers": 0.5}, "must be 1 or more"),
+        ({"head_dim": 0}, "has no KV"),
+        ({"layer_types": 5}, "layer_types is 5; must be a list"),
+        ({"_name_or_path": "a\nb"}, "becomes part of commands"),
         ({"torch_dtype": "int3"}, "dtype 'int3' is not known; known are bfloat16"),
         (
             {"layer_types": ["full_attention", "linear_attn"]},

@@ -6,11 +6,14 @@ The machine is a network namespace, in which the plan's ports are free.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,3 +97,33 @@ def test_the_files_of_a_plan_start_its_fleet(tmp_path: Path, case: str) -> None:
     live = (tmp_path / "metrics").read_text()
     assert named
     assert {name for name in named if f"# TYPE {name} " not in live} == set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_engines_end_with_their_script(tmp_path: Path, number: int) -> None:
+    """A shell starts what is in the background with Ctrl-C ignored, and ends alone when it is killed."""
+    counts = {("CPU-tp1", P): 1, ("CPU-tp1", D): 1}
+    out = written(tmp_path, mix_of(counts), cpu_stock(tmp_path), "MODEL")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    with Family([str(out / "start-host.sh")], env={"PATH": path}) as family:
+        wait_for(lambda: len(running(family)) == 2)
+        os.kill(family.pid, number)
+        wait_for(lambda: family.returncode is not None)
+        assert family.survivors() == []
+
+
+def running(family: Family) -> list[int]:
+    """Engines of `family`: processes that are no longer shells."""
+    return [
+        pid for pid in family.survivors() if "sleep" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)

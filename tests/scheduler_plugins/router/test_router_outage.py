@@ -153,3 +153,23 @@ def test_a_decode_engine_without_our_connector_is_named(
     with caplog.at_level(logging.WARNING):
         run(scenario())
     assert ("without PDConnector" in caplog.text) is not bool(ours)
+
+
+def test_engines_that_all_answer_alone_need_no_connector(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a plan whose engines do both: no engine computes prompts for others."""
+    monkeypatch.setattr(looks, "METRICS_LOOK_S", 0.01)
+
+    async def scenario() -> None:
+        world = World(prefill=0, decode=2, unnamed=True)
+        for engine in world.d:
+            engine.metrics = OTHERS
+        async with world:
+            checks = world.d[0].health_checks
+            await until(lambda: world.d[0].health_checks > checks + 3, "it is looked at")
+            assert [world.known(engine).warning for engine in world.d] == ["", ""]
+
+    with caplog.at_level(logging.WARNING):
+        run(scenario())
+    assert "without PDConnector" not in caplog.text

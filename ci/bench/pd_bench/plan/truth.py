@@ -84,14 +84,14 @@ def inventory() -> Inventory:
     )
 
 
-def requests(number: int) -> list[Waiting]:
-    """Poisson arrivals, one a second on average. They share no prefixes."""
+def requests(number: int, prompt: int = PROMPT, answer: int = ANSWER) -> list[Waiting]:
+    """Poisson arrivals, one a second on average. They share no prefixes. `prompt`, `answer`: mean tokens."""
     random, at_s, made = Random(5), 0.0, list[Waiting]()
     for n in range(number):
         at_s += random.expovariate(1.0)
-        prompt, answer = (round(mean * random.uniform(0.5, 1.5)) for mean in (PROMPT, ANSWER))
+        tokens, more = (round(mean * random.uniform(0.5, 1.5)) for mean in (prompt, answer))
         made.append(
-            Waiting(id=str(n), tokens=prompt, block_hashes=(), arrival_s=at_s, max_tokens=answer)
+            Waiting(id=str(n), tokens=tokens, block_hashes=(), arrival_s=at_s, max_tokens=more)
         )
     return made
 
@@ -160,7 +160,7 @@ def _running(candidate: Candidate, stock: Inventory, logs: Path) -> Iterator[Ser
             for engine, mock in zip(planned_engines, mocks, strict=True)
         ]
         (logs / "router.yaml").write_bytes(router_file(started, PROMISE, ""))
-        router = _Configured(logs, mocks, hands_over=not planned_engines[0].alone)
+        router = ConfiguredRouter(logs, hands_over=not planned_engines[0].alone)
         try:
             yield router.start().wait_ready()
         finally:
@@ -169,10 +169,10 @@ def _running(candidate: Candidate, stock: Inventory, logs: Path) -> Iterator[Ser
         stop_services(mocks)
 
 
-class _Configured(RouterProcess):
-    """A router with the plan's file."""
+class ConfiguredRouter(RouterProcess):
+    """A router with the plan's file and the costs in this folder."""
 
-    def __init__(self, logs: Path, mocks: Sequence[Service], *, hands_over: bool) -> None:
+    def __init__(self, logs: Path, *, hands_over: bool) -> None:
         super().__init__([], [], hands_over=hands_over, log_path=logs / "router.log")
         costs = next(logs.glob("costs*.json"))
         self._given = ["--config", str(logs / "router.yaml"), "--profile", str(costs)]

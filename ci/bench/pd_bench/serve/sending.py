@@ -24,6 +24,7 @@ class Answer:
     tpot_s: float = 0.0  # average time between two later tokens
     failure: str = ""
     text: str = ""
+    status: int = 200  # of HTTP
 
 
 def send(client: Client, model: str, requests: Sequence[TimedRequest]) -> list[Answer]:
@@ -69,7 +70,9 @@ def _ask(client: Client, model: str, request: TimedRequest, due: float) -> Answe
                 texts += [choice.get("text", "") for choice in choices]
                 last = time.monotonic()
                 first = first or last
-    except (HttpError, OSError, ValueError) as error:
+    except HttpError as error:
+        return Answer(failure=str(error), status=error.status)
+    except (OSError, ValueError) as error:
         return Answer(failure=str(error))
     if not first:
         return Answer(failure="the answer ended without a token")

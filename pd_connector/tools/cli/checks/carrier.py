@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The carrier of a host: whether a command for it can work, and what the one that runs has found."""
+"""Checks of a host's carrier: whether a command that starts one can work, and which problems the running carrier
+reports."""
 
 import os
 import re
@@ -27,10 +28,10 @@ _NEAR = 600
 
 
 def look(folder: Path, environment: Mapping[str, str] = os.environ) -> CarrierFacts:
-    """What is known of the carrier of this host.
+    """The state of this host's carrier.
 
     Args:
-        folder: of the memory tier.
+        folder: folder of the memory tier.
     """
     refused, lacks = "", False
     if far := environment.get(FAR_VARIABLE, ""):
@@ -62,7 +63,7 @@ def look(folder: Path, environment: Mapping[str, str] = os.environ) -> CarrierFa
 
 
 def findings(carrier: CarrierFacts, area: str) -> Iterator[Finding]:
-    """What the doctor says of a carrier; nothing if there was never one."""
+    """The doctor's findings about a carrier; none if there was never a carrier."""
     if carrier.refused:
         yield Finding(area, FAR_VARIABLE, Status.FAIL, carrier.refused)
     if carrier.has_ended:

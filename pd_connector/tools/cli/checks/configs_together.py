@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not fit together in the configs of engines that serve together: roles, codecs, pools, drafts, hosts. Pure."""
+"""Finds contradictions between the configs of engines that serve together: roles, codecs, pools, drafts, hosts.
+Pure."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,7 +118,8 @@ def drafts_together(engines: Sequence[Drafting]) -> Iterator[Finding]:
 
 
 def _draft(speculation: str) -> Mapping[str, Any]:
-    """What makes the draft, if it keeps KV; empty otherwise. A text that is not JSON stands for itself."""
+    """The draft model of a `--speculative-config`, if it keeps KV; empty otherwise. A text that is not JSON is kept as
+    one value."""
     if not speculation:
         return {}
     try:

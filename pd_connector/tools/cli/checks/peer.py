@@ -82,13 +82,13 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
 
 
 def _card(ask: Ask) -> Mapping[str, Any]:
-    """What an engine says of its first model. Raises as `ask` and the types of JSON do."""
+    """An engine's report about its first model. Raises as `ask` and the types of JSON do."""
     card: Mapping[str, Any] = json.loads(ask("/v1/models", None))["data"][0]
     return card
 
 
 def _context(card: Mapping[str, Any]) -> int:
-    """Tokens of the longest prompt with its answer; 0 where the engine does not say."""
+    """Most tokens of a prompt and its answer together; 0 if the engine does not report it."""
     said = card.get("max_model_len")
     return said if isinstance(said, int) else 0
 
@@ -106,7 +106,7 @@ def _vllm_report(url: str, params: Any, card: Mapping[str, Any], ask: Ask) -> En
 
 
 def _sglang_report(url: str, server_info: dict[str, Any], ask: Ask) -> EngineReport | None:
-    """What an SGLang engine says of itself; None without PDConnector."""
+    """An SGLang engine's report about itself; None without PDConnector."""
     states = _states(server_info)
     model = str(server_info.get("served_model_name") or server_info.get("model_path"))
     produces = server_info["disaggregation_mode"] == "prefill"
@@ -120,7 +120,8 @@ def _sglang_report(url: str, server_info: dict[str, Any], ask: Ask) -> EngineRep
 
 
 def _tokens(ask: Ask, model: str) -> tuple[object, ...]:
-    """What the engine's tokenizer makes of a text and of a chat; None where it does not say."""
+    """Token ids that the engine's tokenizer makes of a test text and a test chat; None if the engine does not return
+    them."""
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SAMPLE}]
     tokenized: list[object] = []
     for question in ({"prompt": SAMPLE}, {"messages": chat}):
@@ -200,8 +201,8 @@ def _version(url: str, ask: Ask) -> Finding:
 
 
 def _transfers(url: str, ask: Ask) -> list[Finding]:
-    """Whether KV arrives at an engine that fetches KV, and whether KV of a sending engine's GPU takes the short
-    way."""
+    """Whether KV arrives at an engine that fetches KV, and whether a sending engine's KV passes directly from its
+    GPU."""
     try:
         metrics = ask("/metrics", None)
     except PeerError:

@@ -110,7 +110,7 @@ def look() -> Facts:
 
 
 def attempt(code: str, timeout_s: float = TRIAL_S) -> Trial:
-    """Run Python code in a process of its own: it could crash, or hang.
+    """Run Python code in a process of its own, because it could crash or hang.
 
     It sees the packages that this process sees, also those of PYTHONPATH and of the user's own folder, which `-I`
     leaves out. It does not see the current folder, whose files could hide installed packages.
@@ -141,7 +141,8 @@ def attempt(code: str, timeout_s: float = TRIAL_S) -> Trial:
 
 
 def _printed(process: "subprocess.Popen[str]", timeout_s: float) -> tuple[str, str]:
-    """What it printed. On a busy machine an import takes minutes: a process that still computes has five times as long.
+    """The process's output. On a busy machine an import takes minutes, so a process that still uses the CPU gets five
+    times the limit.
 
     Raises:
         subprocess.TimeoutExpired: it has not ended in time.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang engines with a KV pool in a script or manifest: whether their arguments go with it."""
+"""SGLang engines with a KV pool in a script or manifest: whether their arguments can be combined
+with a pool."""
 
 import json
 import re

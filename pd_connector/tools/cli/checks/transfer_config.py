@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a `--kv-transfer-config`, without an engine. Pure."""
+"""Finds errors in a `--kv-transfer-config`, without an engine. Pure."""
 
 import difflib
 import json
@@ -43,7 +43,7 @@ class Drafting(NamedTuple):
     """An engine in a file.
 
     Attributes:
-        place: of its config.
+        place: place of its config.
         role: its `kv_role`.
         speculation: its `--speculative-config`; empty without one.
     """
@@ -57,7 +57,7 @@ class Written(NamedTuple):
     """A `--kv-transfer-config`, and where it was found.
 
     Attributes:
-        value: the config, as JSON has it; a text says why there is none.
+        value: the config as JSON; a text if there is none, with the reason.
         speculation: the `--speculative-config` of the same command; empty without one.
     """
 
