@@ -132,6 +132,8 @@ def _pieces(routes: Sequence[Route], whole: Cut) -> list[Cut]:
             for first, stop in itertools.pairwise(edges)
         ]
     step = max(rules.min_chunk_tokens, route.token_step)
+    if rules.whole_pieces:
+        step = _divided_up(step, route.token_step) * route.token_step
     step = _divided_up(step, route.source.state_tokens) * route.source.state_tokens
     each = _divided_up(_divided_up(tokens, pieces), step) * step
     edges = [first_token, *range(first_token // each * each + each, stop_token, each), stop_token]

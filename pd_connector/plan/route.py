@@ -209,6 +209,9 @@ def _routes(
 ) -> tuple[Route, ...]:
     for name, geometry in (("producer", source), ("consumer", destination)):
         check(name, geometry)
+    groups = (*source.groups, *destination.groups)
+    if any(group.kind == "state" for group in groups):
+        rules = rules.beside_states
     routes: list[Route] = []
     for ours in source.groups:
         for theirs in destination.groups:

@@ -6,7 +6,8 @@ the schema that the two sides have agreed on, and not to the version of the code
 one by the older one's rules. A change of a constant, or of its use, needs a new schema with rules of its own.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +24,13 @@ class PlanRules:
         min_chunk_bytes: no consumer may ask for smaller chunks than this, or than a slot.
         spare_bytes: if a transfer's last page would bring this number of unwanted bytes or more, only
             the wanted tokens of that page pass.
+        spare_bytes_beside_states: the same for models with states, where vLLM makes a page of KV as large as a state: of a
+            thousand tokens, say.
         edge_pieces, edge_cuts: the first chunk of a transfer and its last are cut into
             `edge_pieces` pieces, and the outermost piece again, `edge_cuts` times in all. Nothing
             else runs while the first is gathered and the last is scattered, so they are small.
+        whole_pieces: these pieces are whole pages, whatever the page size. Otherwise a page of a size that does not divide
+            `min_chunk_tokens` (96) passes twice where it lies in two of them.
     """
 
     chunk_tokens: int
@@ -33,8 +38,15 @@ class PlanRules:
     streamed_rows: int
     min_chunk_bytes: int
     spare_bytes: int
+    spare_bytes_beside_states: int
     edge_pieces: int
     edge_cuts: int
+    whole_pieces: bool
+
+    @functools.cached_property
+    def beside_states(self) -> "PlanRules":
+        """The constants for KV of a model with states."""
+        return replace(self, spare_bytes=self.spare_bytes_beside_states)
 
 
 RULES: dict[int, PlanRules] = {
@@ -44,10 +56,12 @@ RULES: dict[int, PlanRules] = {
         streamed_rows=8,
         min_chunk_bytes=256 * 1024,
         spare_bytes=256 * 1024,
+        spare_bytes_beside_states=1,
         edge_pieces=4,
         edge_cuts=2,
+        whole_pieces=False,
     )
 }
-RULES[2] = RULES[1]
+RULES[2] = replace(RULES[1], whole_pieces=True)
 """By schema (`protocol/wire/messages.py`). Rules of a schema that was released are never changed."""
 NEWEST_RULES = RULES[max(RULES)]

@@ -153,7 +153,7 @@ MODELS = (
         ("Qwen3NextForCausalLM",),
         "gated delta nets (states) and full attention",
         Support(Standing.RUN, _STATES),
-        _SGLANG_STATE,
+        _RUN,
     ),
     Model(
         "Nemotron-H, Nemotron Nano v2, Nemotron 3",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +106,19 @@ def assert_same(pair: Pair, answer: Answer, wanted: Answer, *, rounded: bool = F
     tolerance, count = ROUNDED
     off = []
     for place in range(count):
-        here, there = (
-            Answer([one.tokens[place]], [one.logprobs[place]], [one.top[place]], "", {})
-            for one in (answer, wanted)
-        )
-        try:
-            assert_same_logprobs(here, there, tolerance)
-        except AssertionError as error:
-            off.append(f"token {place}: {error}")
-    # A rounded token can take another expert. That is over with the next token; another state is not.
-    assert len(off) <= 1, "\n".join(off)
+        found, likely = answer.tokens[place], answer.top[place]
+        other, alike = wanted.tokens[place], wanted.top[place]
+        apart = max((abs(likely[t] - alike[t]) for t in likely.keys() & alike.keys()), default=inf)
+        if apart > tolerance:
+            off.append(f"token {place}: {apart} apart, found {likely}, wanted {alike}")
+        if found != other:
+            # Near-equal tokens may change places. What follows has another context.
+            gap = alike[other] - alike.get(found, -inf)
+            assert gap <= 2 * tolerance, f"{found} for {other} at {place}, wanted {alike}"
+            break
+    # A rounded token can take another expert. That is over with the next token, which must be seen; another state is not.
+    allowed = 1 if place > 1 else 0
+    assert len(off) <= allowed, "\n".join(off)
 
 
 def received(

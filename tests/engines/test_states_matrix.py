@@ -39,6 +39,7 @@ from test_states import (
 from tiny_models import build
 from told import told_at_once
 from tools import delta, probe_all
+from torch import cpu
 
 WANTED = os.environ.get("PD_STATES", "")
 TWO_STAGES = ["--pipeline-parallel-size", "2"]
@@ -92,6 +93,10 @@ def setup(request: pytest.FixtureRequest, folder: Path) -> Setup:
     for version, place in (("0.31", OLDER), ("0.33", NEWEST)):
         if other == version and not place.is_dir():
             pytest.skip(f"no vLLM {version}: run ci/setup-tests")
+    if other == "0.31" and kind_of(name) == "short conv" and cpu._is_avx512_bf16_supported():
+        pytest.skip(
+            "vLLM 0.31's CPU build packs convolutions of width 4 only, and ends with LFM2's"
+        )
     built = unlike.pop("build", kind_of(name))
     path = folder / built.replace(" ", "_") / kind_of(name).replace(" ", "_")
     if not path.exists():
@@ -141,12 +146,15 @@ WANTED_BYTES = {  # two layers of either kind
 
 @each_setup
 def test_no_more_bytes_pass_than_are_wanted(pair: Pair) -> None:
-    prompt = prompt_of(3500, 30)
     of_token, of_states = WANTED_BYTES[kind(pair)]
-    for way in (pair, pair.turned()):
-        with delta(way.d, "pd_connector:received_bytes_total") as received:
-            two_step(way.p, way.d, prompt, 2)
-        assert 1 <= received.amount / ((len(prompt) - 1) * of_token + of_states) <= 1.01
+    for tokens in (300, 3500):
+        prompt = prompt_of(tokens, 30)
+        for way in (pair, pair.turned()):
+            with delta(way.d, "pd_connector:received_bytes_total") as received:
+                two_step(way.p, way.d, prompt, 2)
+            ratio = received.amount / ((tokens - 1) * of_token + of_states)
+            print(f"{tokens} tokens to the {way.d.name} engine: {ratio:.4f} of what is wanted")
+            assert 1 <= ratio <= 1.01
 
 
 def in_two_steps(pair: Pair, prompt: Prompt) -> Answer:

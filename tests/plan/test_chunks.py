@@ -13,7 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.setups import LATENT, Layer, Model, Setup, pairs
 
-from pd_connector.kv.geometry import Geometry, Group, pages_for
+from pd_connector.kv.geometry import Geometry, Group, Section, Shard, pages_for, state_group
 from pd_connector.plan.chunks import Chunk, chunk_limit, plan, planes
 from pd_connector.plan.coverage import uncovered
 from pd_connector.plan.route import Route, meet, routes
@@ -318,6 +318,19 @@ def test_a_last_page_passes_as_its_tokens_where_that_spares_much(
     last = [chunk for chunk in chunks if not chunk.verbatim]
     assert bool(last) == (sent == tokens)
     assert all(chunk.first_token == tokens // page_size * page_size for chunk in last)
+
+
+@pytest.mark.parametrize(("page_size", "tokens"), [(1056, 3499), (96, 3499), (32, 31)])
+def test_beside_states_no_unwanted_tokens_pass(page_size: int, tokens: int) -> None:
+    """Pages are as large as states there: a whole last page from each pipeline stage made a sixth of a small model's bytes."""
+    (kv,) = Setup(page_sizes=(page_size,)).geometries((Layer(2, 32, 32),))[0].groups
+    state = state_group((1,), (Section("ssm", 4, 128, 128, "float32"),), table=1)
+    for groups, sent in (((kv,), -(-tokens // page_size) * page_size), ((kv, state), tokens)):
+        rank = Geometry(Shard(0, 2, 0, 1), groups)
+        paths = routes(rank, rank, CODECS, ("raw",))
+        chunks = plan(paths, 0, tokens, 4 * MIB, state_token=tokens)
+        of_kv = [chunk for chunk in chunks if paths[chunk.route].section is None]
+        assert sum(chunk.nbytes(paths[chunk.route]) for chunk in of_kv) == sent * 2 * 64 * 2
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ VARIABLES = {
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
                 "VLLM_ENABLE_V1_MULTIPROCESSING",
                 "VLLM_SERVER_DEV_MODE",
+                "VLLM_SSM_CONV_STATE_LAYOUT",
                 "VLLM_USE_V2_MODEL_RUNNER",
                 # Imports read it for caches that engines of tests do not use.
                 "XDG_CACHE_HOME",
