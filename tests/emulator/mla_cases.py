@@ -4,13 +4,14 @@
 import functools
 import importlib
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch_device import gpu
-from transfer_cases import Case
+from transfer_cases import FP8, Case
 from vllm_cases import DECODES
 from vllm_door import Door, attended, few_processors, for_cuda
 
@@ -46,8 +47,11 @@ class LatentDoor(Door):
         self.weights = self.module.kv_b_proj.weight.detach().float()
         self.module.process_weights_after_loading(dtype)
         self.module.to("cuda:0")
-        self.coded = self.module.kv_cache_dtype == "fp8_ds_mla"
-        stored, width = (torch.uint8, CODED_BYTES) if self.coded else (dtype, width)
+        kind = self.module.kv_cache_dtype
+        self.coded = kind != "auto"
+        stored = torch.uint8 if self.coded else dtype
+        if kind == "fp8_ds_mla":
+            width = CODED_BYTES
         size = batches.PAGES, 1, page, width
         self.module.bind_kv_cache(torch.empty(size, dtype=stored, device="cuda:0"))
         self.forget()
@@ -96,6 +100,21 @@ class LatentDoor(Door):
     def attended(self, first: int, query: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
         """Attention of a request, whose queries begin with the step's `first`."""
         return attended(query, *kv, self.shape.scale)
+
+
+class ScaledDoor(LatentDoor):
+    """A cache in FP8 with one scale."""
+
+    scale = 0.05
+
+    def __init__(self, heads: int = 16) -> None:
+        super().__init__(heads, kv_cache_dtype="fp8")
+        self.module._k_scale.fill_(self.scale)
+        self.module._k_scale_float = self.scale
+
+    def wanted(self, batch: Any) -> torch.Tensor:
+        batch.kv = ((batch.kv / self.scale).to(FP8).float() * self.scale).to(batch.kv.dtype)
+        return super().wanted(batch)
 
 
 class SparseDoor(LatentDoor):
@@ -178,6 +197,47 @@ def _another_choice() -> None:
         raise AssertionError("another choice makes no difference")
 
 
+def _unlike(changed: Callable[[LatentDoor], Any], **given: Any) -> None:
+    """A control: a step is right, and not if something of its layer is changed."""
+    kind = given.pop("kind", LatentDoor)
+
+    class Changed(kind):  # type: ignore[misc, valid-type]
+        def step(self, batch: Any) -> torch.Tensor:
+            with changed(self):
+                found: torch.Tensor = super().step(batch)
+            return found
+
+    step(kind=kind, **given)
+    try:
+        step(kind=Changed, **given)
+    except AssertionError as error:
+        assert "at most" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("the change makes no difference")
+
+
+def _other_tokens() -> None:
+    """Tokens of a ragged batch as another request's queries."""
+    mla: Any = importlib.import_module("pd_kernels.vllm.mla_backend")
+    padded = mla._padded
+
+    def moved(*told: Any) -> Any:
+        tokens, own = padded(*told)
+        return tokens.roll(1), own
+
+    _unlike(lambda _: mock.patch.object(mla, "_padded", moved), requests=RAGGED[:2], verified=6)
+
+
+def _another_scale() -> None:
+    """A scale that decodes have and the cache's writes have not."""
+
+    def scaled(door: LatentDoor) -> Any:
+        return mock.patch.object(door.module, "_k_scale_float", 1.1 * ScaledDoor.scale)
+
+    _unlike(scaled, kind=ScaledDoor, requests=DECODES[:2])
+
+
+RAGGED = ((6, 70), (2, 40), (1, 1), (4, 5))
 LATENTS: dict[str, Case] = {
     "vllm, mla": step,
     "vllm, mla, 40 heads": functools.partial(step, 40, DECODES[:2]),
@@ -202,4 +262,15 @@ LATENTS: dict[str, Case] = {
     ),
     "vllm, sparse mla, another choice": _another_choice,
     "vllm, mla, verified": functools.partial(step, requests=((2, 70), (2, 2)), verified=2),
+    "vllm, mla, 40 heads, 8 verified": functools.partial(step, 40, ((8, 70), (8, 9)), verified=8),
+    "vllm, mla, ragged": functools.partial(step, requests=RAGGED, verified=6),
+    "vllm, mla, 40 heads, ragged beside prompts": functools.partial(
+        step, 40, requests=((5, 70), (1, 33), (9, 9)), verified=6
+    ),
+    "vllm, mla, ragged, other tokens": _other_tokens,
+    "vllm, mla, one scale": functools.partial(step, kind=ScaledDoor),
+    "vllm, mla, one scale, 40 heads, ragged": functools.partial(
+        step, 40, RAGGED[:2], verified=6, kind=ScaledDoor
+    ),
+    "vllm, mla, one scale, another scale": _another_scale,
 }

@@ -386,8 +386,8 @@ class MlaBackend(DecodeBackend):
             reasons.append(
                 f"latents of {pool.kv_lora_rank} and {pool.qk_rope_head_dim} elements: must be {dims}"
             )
-        elif pool.dtype != self.dtype:
-            reasons.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model")
+        elif pool.dtype not in (self.dtype, FP8):
+            reasons.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model, or fp8_e4m3")
         if on_gpu and self.dtype not in _KERNEL_DTYPES:
             reasons.append(f"dtype {self.dtype}: must be one of {list(_KERNEL_DTYPES)}")
         # SGLang's own backend for prompts divides latents by these scales with any cache dtype.

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.vllm.mla_backend import MlaBuilder, MlaImpl
 from pd_kernels.vllm.plugin import MLA_VARIABLE
+from pd_kernels.vllm.refusals import FP8_NAMES
 
 CAPABILITIES = (9, 10)
 """Major compute capabilities whose multiprocessors have the shared memory."""
@@ -48,7 +49,7 @@ class TritonMla(MLACommonBackend):
     """TRITON_MLA with our decodes."""
 
     supported_dtypes = (torch.float16, torch.bfloat16)
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", *FP8_NAMES)
 
     @staticmethod
     def get_name() -> str:
@@ -86,8 +87,12 @@ class TritonMla(MLACommonBackend):
         device_capability: Any,
     ) -> str | None:
         reasons = []
-        if kv_cache_dtype not in (None, "auto", str(dtype).removeprefix("torch.")):
-            reasons.append(f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype})")
+        same = (None, "auto", str(dtype).removeprefix("torch."))
+        if kv_cache_dtype not in (*same, *FP8_NAMES):
+            reasons.append(
+                f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype}), or fp8_e4m3 (FlashMLA's FP8 "
+                "layout is for sparse models: vLLM's code for prompts of dense ones cannot read it)"
+            )
         return refusal(cls.get_name(), "mla_decode", reasons, device_capability)
 
     @staticmethod
