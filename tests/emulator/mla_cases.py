@@ -117,6 +117,15 @@ class ScaledDoor(LatentDoor):
         return super().wanted(batch)
 
 
+class CodedDoor(LatentDoor):
+    """A cache in FlashMLA's FP8 layout, whose rounding the reference does not have."""
+
+    bound = 6e-2
+
+    def __init__(self, heads: int = 16) -> None:
+        super().__init__(heads, kv_cache_dtype="fp8_ds_mla")
+
+
 class SparseDoor(LatentDoor):
     """A layer whose indexer chooses up to 128 tokens for each query, which lie anywhere among entries of -1."""
 
@@ -268,6 +277,7 @@ LATENTS: dict[str, Case] = {
         step, 40, requests=((5, 70), (1, 33), (9, 9)), verified=6
     ),
     "vllm, mla, ragged, other tokens": _other_tokens,
+    "vllm, mla, fp8": functools.partial(step, 16, RAGGED, verified=6, kind=CodedDoor),
     "vllm, mla, one scale": functools.partial(step, kind=ScaledDoor),
     "vllm, mla, one scale, 40 heads, ragged": functools.partial(
         step, 40, RAGGED[:2], verified=6, kind=ScaledDoor

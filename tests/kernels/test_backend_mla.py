@@ -201,10 +201,13 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
     assert backend.get_impl_cls() is MlaImplCuda
     refused = {
         "head_size not supported": {"head_size": 320},
-        "must be that of the model (torch.bfloat16), or fp8_e4m3 (FlashMLA's FP8 layout is for sparse": {
-            "kv_cache_dtype": "fp8_ds_mla"
+        "must be bfloat16 for a cache of fp8_ds_mla": {
+            "kv_cache_dtype": "fp8_ds_mla",
+            "dtype": torch.float16,
         },
-        "cache dtype fp8_e5m2: must be": {"kv_cache_dtype": "fp8_e5m2"},
+        "cache dtype fp8_e5m2: must be that of the model (torch.bfloat16), fp8_e4m3 or": {
+            "kv_cache_dtype": "fp8_e5m2"
+        },
         "dtype not supported": {"dtype": torch.float32},
         "sparse not supported": {"use_sparse": True},
         "DCP not supported": {"use_dcp": True},
@@ -217,7 +220,8 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
         },
     }
     judged(backend, DENSE, refused)
-    assert backend.validate_configuration(**DENSE | {"kv_cache_dtype": "fp8"}) == []
+    for kind in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
+        assert backend.validate_configuration(**DENSE | {"kv_cache_dtype": kind}) == []
 
 
 @pytest.mark.parametrize("member", ["FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"])

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from pd_kernels.attention import DecodePlan
 from pd_kernels.attention.mla import mla_decode, plan_mla_decode
-from pd_kernels.attention.mla_call import MAX_QUERIES
+from pd_kernels.attention.mla_call import CODED_BYTES, MAX_QUERIES
 from pd_kernels.attention.paged_call import FP8
 
 logger = init_logger("vllm.pd_kernels")
@@ -105,10 +105,11 @@ class MlaBuilder(MLACommonMetadataBuilder):
         if queries not in self._plans:
             scalar = torch.empty((), dtype=self.model_config.dtype, device=self.device)
             cache = self._layer.kv_cache
+            if cache.dtype == torch.uint8 and cache.shape[-1] != CODED_BYTES:
+                cache = cache.view(FP8)  # as layers get it
             self._plans[queries] = plan_mla_decode(
                 scalar.expand(1, queries, self.num_heads, self.kv_cache_spec.head_size),
-                # The choice of a kernel depends on its strides and alignment.
-                cache if cache.dtype != torch.uint8 else cache.view(FP8),
+                cache,  # the choice of a kernel depends on its strides and alignment
                 max_batch=self._batch,
             )
         return self._plans[queries]

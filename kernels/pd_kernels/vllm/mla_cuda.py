@@ -16,6 +16,9 @@ from pd_kernels.vllm.mla_backend import MlaBuilder, MlaImpl
 from pd_kernels.vllm.plugin import MLA_VARIABLE
 from pd_kernels.vllm.refusals import FP8_NAMES
 
+CODED = "fp8_ds_mla"
+"""vLLM's name of FlashMLA's FP8 layout, 656 bytes a token."""
+
 CAPABILITIES = (9, 10)
 """Major compute capabilities whose multiprocessors have the shared memory."""
 
@@ -49,7 +52,7 @@ class TritonMla(MLACommonBackend):
     """TRITON_MLA with our decodes."""
 
     supported_dtypes = (torch.float16, torch.bfloat16)
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", *FP8_NAMES)
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", *FP8_NAMES, CODED)
 
     @staticmethod
     def get_name() -> str:
@@ -88,11 +91,12 @@ class TritonMla(MLACommonBackend):
     ) -> str | None:
         reasons = []
         same = (None, "auto", str(dtype).removeprefix("torch."))
-        if kv_cache_dtype not in (*same, *FP8_NAMES):
+        if kv_cache_dtype not in (*same, *FP8_NAMES, CODED):
             reasons.append(
-                f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype}), or fp8_e4m3 (FlashMLA's FP8 "
-                "layout is for sparse models: vLLM's code for prompts of dense ones cannot read it)"
+                f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype}), fp8_e4m3 or {CODED}"
             )
+        if kv_cache_dtype == CODED and dtype != torch.bfloat16:
+            reasons.append(f"model dtype {dtype}: must be bfloat16 for a cache of {CODED}")
         return refusal(cls.get_name(), "mla_decode", reasons, device_capability)
 
     @staticmethod
