@@ -23,11 +23,22 @@ CAPABILITIES = (9, 10)
 """Major compute capabilities whose multiprocessors have the shared memory."""
 
 
-def refusal(backend: str, kernel: str, reasons: Sequence[str], capability: Any) -> str | None:
-    """What vLLM prints if a backend cannot be selected; None if it can.
+class StandIn:
+    """A backend in the place of one of vLLM's. What vLLM prints if it cannot be selected ends with the way out."""
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **named: Any) -> list[str]:
+        reasons: list[str] = super().validate_configuration(*args, **named)  # type: ignore[misc]
+        if reasons:
+            name = cls.get_name()  # type: ignore[attr-defined]
+            reasons.append(f"unset {MLA_VARIABLE} to have vLLM's own {name}")
+        return reasons
+
+
+def refusal(kernel: str, reasons: Sequence[str], capability: Any) -> str | None:
+    """What `supports_combination` has against a backend; None if nothing.
 
     Args:
-        backend: vLLM's name of it.
         kernel: the function that decodes.
         reasons: what is against it besides the GPU.
         capability: of the GPU, if vLLM knows one.
@@ -38,9 +49,7 @@ def refusal(backend: str, kernel: str, reasons: Sequence[str], capability: Any) 
             f"compute capability {capability.major}.{capability.minor}: {kernel} needs "
             "148 KiB of shared memory and runs on 9.0 and 10.x"
         )
-    if not every:
-        return None
-    return f"{'; '.join(every)}. Unset {MLA_VARIABLE} to have vLLM's own {backend}"
+    return "; ".join(every) or None
 
 
 class MlaImplCuda(MlaImpl, TritonMLAImpl):
@@ -48,7 +57,7 @@ class MlaImplCuda(MlaImpl, TritonMLAImpl):
     support."""
 
 
-class TritonMla(MLACommonBackend):
+class TritonMla(StandIn, MLACommonBackend):
     """TRITON_MLA with our decodes."""
 
     supported_dtypes = (torch.float16, torch.bfloat16)
@@ -97,7 +106,7 @@ class TritonMla(MLACommonBackend):
             )
         if kv_cache_dtype == CODED and dtype != torch.bfloat16:
             reasons.append(f"model dtype {dtype}: must be bfloat16 for a cache of {CODED}")
-        return refusal(cls.get_name(), "mla_decode", reasons, device_capability)
+        return refusal("mla_decode", reasons, device_capability)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
