@@ -298,6 +298,33 @@ def test_latents_that_are_divided_by_scales_are_named() -> None:
         MlaBackend(step.runner(latents(step), scaled))
 
 
+@pytest.mark.parametrize(
+    ("capability", "named"),
+    [
+        (
+            (8, 0),
+            ("MLA on compute capability 8.0", "an FP8 cache on compute capability 8.0: needs 8.9"),
+        ),
+        ((12, 0), ("MLA on compute capability 12.0",)),
+        ((9, 0), ()),
+    ],
+)
+def test_a_gpu_that_cannot_run_the_kernels_is_named_at_start(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], named: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    step = Step(16)
+    pool = latents(step, dtype=torch.float8_e4m3fn)
+    backend = MlaBackend(step.runner(pool, dtype=torch.bfloat16))
+    told = "; ".join(backend.refusals(on_gpu=True))
+    assert all(each in told for each in named)
+    assert bool(told) == bool(named)
+    wide = RadixAttention(HEADS, 512, 512**-0.5, num_kv_heads=KV_HEADS, layer_id=0)
+    paged = PagedBackend(step.runner(keys_and_values(step), wide))
+    told = "; ".join(paged.refusals(on_gpu=True))
+    assert ("head size 512 on compute capability" in told) == bool(named)
+
+
 def test_sinks_take_a_part_of_each_softmax() -> None:
     step, ours = Step(16), layer()
     backend = PagedBackend(step.runner(keys_and_values(step), ours))

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
+from pd_kernels.attention.decode_call import LARGE_MEMORY
 from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.vllm.mla_backend import MlaBuilder, MlaImpl
 from pd_kernels.vllm.plugin import MLA_VARIABLE
@@ -18,9 +19,6 @@ from pd_kernels.vllm.refusals import FP8_NAMES
 
 CODED = "fp8_ds_mla"
 """vLLM's name of FlashMLA's FP8 layout, 656 bytes a token."""
-
-CAPABILITIES = (9, 10)
-"""Major compute capabilities whose multiprocessors have the shared memory."""
 
 
 class StandIn:
@@ -44,7 +42,7 @@ def refusal(kernel: str, reasons: Sequence[str], capability: Any) -> str | None:
         capability: of the GPU, if vLLM knows one.
     """
     every = list(reasons)
-    if capability is not None and capability.major not in CAPABILITIES:
+    if capability is not None and capability.major not in LARGE_MEMORY:
         every.append(
             f"compute capability {capability.major}.{capability.minor}: {kernel} needs "
             "148 KiB of shared memory and runs on 9.0 and 10.x"
