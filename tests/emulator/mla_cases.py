@@ -135,7 +135,7 @@ class SparseDoor(LatentDoor):
     """Those of `LatentDoor`; chosen rows, and their numbers."""
 
     def new(self, batch: Any) -> list[torch.Tensor]:
-        """And let the indexer choose, which does so before each layer."""
+        """The indexer chooses first, as it does before each layer."""
         chosen = torch.full((sum(batch.queries), self.top_k), -1, dtype=torch.int32)
         source, places = torch.Generator().manual_seed(3), []
         for count, tokens in zip(batch.queries, batch.tokens, strict=True):
