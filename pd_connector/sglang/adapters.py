@@ -46,6 +46,19 @@ class Adapters:
         """
         if lora_id is None:
             return ""
+        name, content = self._loaded(lora_id)
+        return f"{name} {content}"
+
+    def content(self, lora_id: str | None) -> str:
+        """Fingerprint of the content of the adapter with this SGLang id; empty for none.
+
+        Raises:
+            PDConnectorError: see `name`.
+        """
+        return "" if lora_id is None else self._loaded(lora_id)[1]
+
+    def _loaded(self, lora_id: str) -> tuple[str, str]:
+        """Name and content."""
         manager = self._model_runner.lora_manager
         loaded = manager.lora_refs.get(lora_id) if manager is not None else None
         if loaded is None:
@@ -55,7 +68,7 @@ class Adapters:
             raise PDConnectorError(
                 f"adapter {loaded.lora_name} cannot be identified by its content: {content.problem}; load it from files"
             )
-        return f"{loaded.lora_name} {content.fingerprint}"
+        return loaded.lora_name, content.fingerprint
 
 
 def loads_adapter(original: Callable[..., Any], manager: Any, lora_ref: Any) -> Any:

@@ -105,7 +105,7 @@ def _step(
     linker = _linker_of(scheduler)
     if linker is not None:
         linker.step(batch)
-    manager = _manager_of(scheduler)
+    manager = manager_of(scheduler)
     if manager is None:
         return original(scheduler, batch, *args, **options)
     with manager.step(batch):
@@ -114,7 +114,7 @@ def _step(
 
 def _idle(original: Callable[..., Any], scheduler: Any) -> Any:
     result = original(scheduler)
-    manager, linker = _manager_of(scheduler), _linker_of(scheduler)
+    manager, linker = manager_of(scheduler), _linker_of(scheduler)
     if manager is not None:
         manager.idle()
     if linker is not None:
@@ -159,7 +159,7 @@ def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: 
     """`GET /server_info` returns the engine's address for KV transfers, too."""
     output = original(scheduler, *args, **options)
     try:
-        manager = _manager_of(scheduler)
+        manager = manager_of(scheduler)
         if manager is not None:
             output.internal_state[BACKEND] = manager.describe()
     except Exception:  # SGLang ends the engine if a hook raises
@@ -167,7 +167,7 @@ def _state(original: Callable[..., Any], scheduler: Any, *args: Any, **options: 
     return output
 
 
-def _manager_of(scheduler: Any) -> Any:
+def manager_of(scheduler: Any) -> Any:
     """PDConnector's manager of this scheduler, if it uses this backend."""
     queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
     return queue.kv_manager if queue is not None and _is_ours(queue) else None
@@ -182,7 +182,7 @@ def _linker_of(scheduler: Any) -> Any:
 
 def _weights_of(scheduler: Any) -> list[Any]:
     """What watches the weights of this scheduler's rank."""
-    manager, linker = _manager_of(scheduler), _linker_of(scheduler)
+    manager, linker = manager_of(scheduler), _linker_of(scheduler)
     watches = [] if manager is None else [manager.weights]
     return watches if linker is None or linker.weights is None else [*watches, linker.weights]
 
@@ -266,6 +266,7 @@ POOL_HOOKS = (
         ("self", "prefill_delayer_single_pass", "running_batch"),
         _late("pool_hooks.schedules"),
     ),
+    Hook(f"{_SCHEDULER}.process_decode_queue", ("self",), _late("pool_hooks.decodes")),
     Hook(f"{_CACHE}.checkpoint_into_tree", ("self", "req"), _late("pool_hooks.inserts")),
     Hook(f"{_WRAPPER}.match", ("self", "key", "req", "result"), _late("pool_hooks.matches")),
     Hook(

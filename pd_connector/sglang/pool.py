@@ -34,6 +34,7 @@ from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.stored import gathered_bytes
 from pd_connector.protocol.consuming.incoming import Finished
+from pd_connector.sglang.hooks import manager_of
 from pd_connector.sglang.pool_chunks import HeldChunk, arranged, planned
 from pd_connector.sglang.pool_prompts import PoolPrompt, chunks_of, salt_of
 from pd_connector.sglang.pool_rank import PoolRank
@@ -117,7 +118,9 @@ class PoolLinker(UnifiedCacheLinker):
             PDConnectorError: the engine is set up for what the pool cannot keep; it does not start then.
         """
         self._cache = scheduler.tree_cache
-        self._rank = PoolRank.of(scheduler, self._pool, self._config, self._ended)
+        self._rank = PoolRank.of(
+            scheduler, self._pool, self._config, self._ended, manager_of(scheduler)
+        )
 
     def arrived(self, req: Any) -> None:
         """A request enters a queue."""
@@ -128,7 +131,7 @@ class PoolLinker(UnifiedCacheLinker):
 
     def _arrived(self, req: Any) -> None:
         rank = self._rank
-        if rank is None or not rank.reads(req):
+        if rank is None or not rank.reads(req) or (apart := rank.apart(req)) is None:
             return
         tokens = array("q", req.origin_input_ids)
         tokens.extend(req.output_ids)
@@ -136,8 +139,7 @@ class PoolLinker(UnifiedCacheLinker):
         if len(usable) < CHUNK_TOKENS:
             return
         computed = self._computed(usable, req)
-        salt = salt_of(req.cache_salt, req.extra_key)
-        rank.prompts.begin(req.rid, usable, salt, computed, rank.model, rank.facts)
+        rank.prompts.begin(req.rid, usable, apart, computed, rank.model, rank.facts)
 
     def _computed(self, tokens: "array[int]", req: Any) -> int:
         """Tokens that SGLang's cache has already."""
@@ -157,7 +159,9 @@ class PoolLinker(UnifiedCacheLinker):
             yield
             return
         queue = list(scheduler.waiting_queue)
-        rank.prompts.keep_only([req.rid for req in queue])
+        bootstrapping = scheduler.disagg_prefill_bootstrap_queue
+        comes = bootstrapping.queue if bootstrapping is not None else ()
+        rank.prompts.keep_only([req.rid for req in (*queue, *comes)])
         waiting = rank.prompts.settle([req.rid for req in queue], self._agree)
         scheduler.waiting_queue = [req for req in queue if req.rid not in waiting]
         try:
@@ -193,7 +197,7 @@ class PoolLinker(UnifiedCacheLinker):
             return
         named = (prompt.settled or 0) * CHUNK_TOKENS
         same = (
-            salt_of(key.cache_salt, key.extra_key) == prompt.salt
+            salt_of(key.cache_salt, key.extra_key, req.lora_id) == prompt.apart.salt
             and key.raw_token_ids()[:named] == prompt.tokens[:named]
         )
         prompt.matched = result.device_prefix_len if same else -1
@@ -385,13 +389,13 @@ class PoolLinker(UnifiedCacheLinker):
         numbers = range(before // CHUNK_TOKENS, len(slots) // CHUNK_TOKENS)
         if not numbers:
             return []
-        if not model or not rank.takes(req):
+        apart = rank.apart(req)
+        if not model or apart is None:
             offload.stored = False
             return []
         tokens = req.full_untruncated_fill_ids[: numbers.stop * CHUNK_TOKENS]
-        salt = salt_of(req.cache_salt, req.extra_key)
         try:
-            chunks = chunks_of(model, tokens, salt, first=numbers.start)
+            chunks = chunks_of(model, tokens, apart, first=numbers.start)
         except OverflowError:
             return []
         pages = (slots[:: self._page_size] // self._page_size).tolist()

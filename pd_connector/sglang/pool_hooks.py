@@ -58,6 +58,15 @@ def schedules(original: Callable[..., Any], scheduler: Any, *args: Any, **option
         return original(scheduler, *args, **options)
 
 
+def decodes(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
+    """A decode engine looks at its queues. SGLang looks for ended offloads there with HiCache alone."""
+    if (
+        _of(scheduler) is not None and scheduler.tree_cache.linker.pending_offloads
+    ):  # as on all ranks
+        scheduler.tree_cache.check_hicache_events()
+    return original(scheduler, *args, **options)
+
+
 def inserts(original: Callable[..., Any], cache: Any, req: Any, *args: Any, **options: Any) -> Any:
     """A request's KV enters SGLang's cache."""
     linker = _linker(cache.linker)

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pd_connector.errors import Cause, Miss
 from pd_connector.kv.model import ModelFacts
@@ -36,22 +37,33 @@ STALL_S = 5.0
 """Longest wait of a request for its next chunk, in seconds."""
 
 
+class Apart(NamedTuple):
+    """What keeps a request's chunks apart from those of others with the same tokens.
+
+    Attributes:
+        salt: from `salt_of`.
+        adapter: fingerprint of its adapter's content; empty for none.
+    """
+
+    salt: str
+    adapter: str = ""
+
+
 def chunks_of(
-    model: bytes, tokens: Sequence[int], salt: str, *, first: int = 0
+    model: bytes, tokens: Sequence[int], apart: Apart, *, first: int = 0
 ) -> list[PromptChunk]:
     """The whole chunks of a sequence of tokens, from number `first` on.
 
     Args:
         model: `keys.model_root`.
         tokens: from the sequence's beginning.
-        salt: from `salt_of`.
 
     Raises:
         OverflowError: a token id has more than 32 bits.
     """
-    parent = root(model, salt=salt)
+    parent = root(model, adapter=apart.adapter, salt=apart.salt)
     keys = [parent, *extend(parent, tokens)]
-    digest = salt_digest(salt)
+    digest = salt_digest(apart.salt)
     return [
         PromptChunk(
             number,
@@ -59,15 +71,21 @@ def chunks_of(
             keys[number],
             token_bytes(tokens[number * CHUNK_TOKENS : (number + 1) * CHUNK_TOKENS]),
             b"",
-            "",
+            apart.adapter,
             digest,
         )
         for number in range(first, len(keys) - 1)
     ]
 
 
-def salt_of(cache_salt: str | None, extra_key: str | None) -> str:
-    """What keeps a request's chunks apart from those of others. With a cache salt alone, it is that of vLLM's requests."""
+def salt_of(cache_salt: str | None, extra_key: str | None, lora_id: str | None = None) -> str:
+    """The salt of a request's chunks. With a cache salt alone, it is that of vLLM's requests.
+
+    Args:
+        lora_id: SGLang's id of the request's adapter, which it appends to the key. It differs from process to process.
+    """
+    if lora_id is not None and extra_key is not None:
+        extra_key = extra_key.removesuffix(lora_id) or None
     if extra_key is None:
         return cache_salt or ""
     return f"sglang extra_key {len(extra_key)} {extra_key} {cache_salt or ''}"
@@ -92,7 +110,7 @@ class PoolPrompt:
     model: bytes
     facts: ModelFacts
     tokens: "array[int]"
-    salt: str
+    apart: Apart
     first: int
     began_s: float
     moved_s: float
@@ -156,7 +174,7 @@ class PoolPrompts:
         self,
         rid: str,
         tokens: "array[int]",
-        salt: str,
+        apart: Apart,
         computed: int,
         model: bytes,
         facts: ModelFacts,
@@ -173,7 +191,7 @@ class PoolPrompts:
         if len(tokens) < (first + 1) * CHUNK_TOKENS:
             return
         now = time.monotonic()
-        prompt = PoolPrompt(rid, model, facts, tokens, salt, first, now, now)
+        prompt = PoolPrompt(rid, model, facts, tokens, apart, first, now, now)
         self._prompts[rid] = prompt
         with self._lock:
             asks = bool(model) and self._answers.asks(now)
@@ -186,7 +204,7 @@ class PoolPrompts:
         """Look a prompt's chunks up, and begin to read them. The look-up's thread calls it."""
         try:
             began_s = time.monotonic()
-            chunks = chunks_of(prompt.model, prompt.tokens, prompt.salt)
+            chunks = chunks_of(prompt.model, prompt.tokens, prompt.apart)
             there = self._store.find([chunk.key for chunk in chunks])
             now = time.monotonic()
             with self._lock:

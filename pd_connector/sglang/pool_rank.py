@@ -15,6 +15,7 @@ from pd_connector.agent.pending_outcomes import Outcome
 from pd_connector.agent.pool_side import accelerator
 from pd_connector.codec import COMPILER
 from pd_connector.config import Config
+from pd_connector.errors import PDConnectorError
 from pd_connector.kv.coding import RAW
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
@@ -28,6 +29,7 @@ from pd_connector.pool.record import Writer
 from pd_connector.pool.settings import PoolSettings
 from pd_connector.pool.store.base import FAR, Found, Store
 from pd_connector.pool.trust import WriterTrust
+from pd_connector.sglang.adapters import Adapters
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.engine_ranks import EngineRanks
 from pd_connector.sglang.metrics import Metrics
@@ -39,7 +41,7 @@ from pd_connector.sglang.model import (
     model_facts,
 )
 from pd_connector.sglang.pool_chunks import HeldChunks
-from pd_connector.sglang.pool_prompts import PoolPrompts, chunks_of, salt_of
+from pd_connector.sglang.pool_prompts import Apart, PoolPrompts, chunks_of, salt_of
 from pd_connector.sglang.pool_settings import check_kv_pool, check_model
 from pd_connector.sglang.pool_thread import PoolThread
 from pd_connector.sglang.registry import global_rank
@@ -53,7 +55,6 @@ _BESIDE_TOKENS = (
     "positional_embed_overrides",
     "multi_item_delimiter_indices",
     "multimodal_inputs",
-    "lora_id",
     "session",
 )
 """Attributes of a request whose token ids alone do not say what its KV is."""
@@ -72,6 +73,7 @@ class RankCache(NamedTuple):
         leads: whether it counts for its engine.
         experts: the model is a mixture of experts.
         advertised_as: the engine's id as its API server knows it; empty: `engine_id`.
+        consumes: prefill engines compute its prompts, and load from the pool. It only saves.
     """
 
     caches: tuple[PagedCache, PagedCache]
@@ -80,6 +82,7 @@ class RankCache(NamedTuple):
     leads: bool = True
     experts: bool = False
     advertised_as: str = ""
+    consumes: bool = False
 
 
 class PoolRank:
@@ -97,6 +100,8 @@ class PoolRank:
         watch: makes what watches the weights, which is given what to tell changes to.
         ended: told of the end of each save and comparison.
         metrics: makes what shows these counts; None for none.
+        telemetry: where to count, if something else shows it.
+        adapters: that the rank has loaded; None for none.
     """
 
     def __init__(
@@ -109,20 +114,26 @@ class PoolRank:
         watch: Callable[[Callable[[Command], None]], SGLangWeights],
         ended: Callable[[Outcome], None],
         metrics: Callable[[Telemetry], Metrics] | None = None,
+        telemetry: Telemetry | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._store, self._settings = store, settings
+        self._adapters = adapters
+        self._loads = settings.read and not rank.consumes
         self._engine_id, self._leads = rank.engine_id, rank.leads
         self.loads, saves = rank.caches
-        codecs = pool_codecs(config, consumes=False)
+        codecs = pool_codecs(config, consumes=rank.consumes)
         if self.loads.on_host and any(codec != RAW.name for codec in codecs.readable):
             COMPILER.begin()
-        self.telemetry = Telemetry()
+        self.telemetry = telemetry or Telemetry()
         self.facts = facts
         self._root: tuple[ModelFacts | None, bytes] = (None, b"")
         self._advertised = b""
         self._advertised_as = rank.advertised_as or rank.engine_id
         trust = WriterTrust(self._engine_id, audits=config.audit != "off")
         kind = f"sglang {version('sglang')} on {accelerator(saves.device)}"
+        if rank.consumes:  # it has compared nothing, so its chunks are not believed with those of engines that compute
+            kind += ", handed over"
         self.thread = PoolThread(
             saves,
             self.telemetry,
@@ -151,12 +162,18 @@ class PoolRank:
 
     @classmethod
     def of(
-        cls, scheduler: Any, pool: Any, config: Config, ended: Callable[[Outcome], None]
+        cls,
+        scheduler: Any,
+        pool: Any,
+        config: Config,
+        ended: Callable[[Outcome], None],
+        manager: Any = None,
     ) -> "PoolRank":
         """The rank of an SGLang scheduler.
 
         Args:
             pool: SGLang's pool of KV.
+            manager: of this rank's handoffs (`Manager`); None if the engine works alone.
 
         Raises:
             PDConnectorError: the engine is set up for what the pool cannot keep.
@@ -188,6 +205,7 @@ class PoolRank:
             leads=parallel.attn_tp_rank == 0,
             experts=any(getattr(text, name, 0) for name in _EXPERTS),
             advertised_as=_advertised_as(parallel),
+            consumes=scheduler.server_args.disaggregation_mode == "decode",
         )
         loaded, files = loaded_weights(scheduler), loaded_files(scheduler)
         facts = model_facts(scheduler, config, shard, loaded, files)
@@ -198,8 +216,11 @@ class PoolRank:
         def metrics(telemetry: Telemetry) -> Metrics:
             return Metrics(telemetry, global_rank(parallel))
 
-        shows = metrics if scheduler.server_args.enable_metrics else None
-        made = cls(rank, config, *opened, facts, watch, ended, shows)
+        # One agent's metrics are the rank's: those of handoffs show what the pool counts, too.
+        shows = metrics if scheduler.server_args.enable_metrics and manager is None else None
+        telemetry = manager.agent.telemetry if manager is not None else None
+        adapters = Adapters(scheduler.tp_worker.model_runner)
+        made = cls(rank, config, *opened, facts, watch, ended, shows, telemetry, adapters)
         settings = opened[1]
         logger.info(
             "PDConnector's pool ready: engine %s, %s, reads %s, writes %s",
@@ -290,13 +311,22 @@ class PoolRank:
             ask = msgspec.structs.replace(ask, tenant="")
         return ask
 
-    def takes(self, req: Any) -> bool:
-        """Whether a request's tokens say what its KV is."""
-        return not any(getattr(req, name, None) is not None for name in _BESIDE_TOKENS)
+    def apart(self, req: Any) -> Apart | None:
+        """What keeps a request's chunks apart from others. None: its tokens and its adapter do not say what its KV is."""
+        if any(getattr(req, name, None) is not None for name in _BESIDE_TOKENS):
+            return None
+        salt = salt_of(req.cache_salt, req.extra_key, req.lora_id)
+        if req.lora_id is None:
+            return Apart(salt)
+        try:
+            return Apart(salt, self._adapters.content(req.lora_id)) if self._adapters else None
+        except PDConnectorError as error:
+            logger.debug("request %s: the pool is not used for it: %s", req.rid, error)
+            return None
 
     def reads(self, req: Any) -> bool:
         """Whether chunks of the pool are used for a request. The same on all ranks."""
-        return self._settings.read and self.takes(req) and self.ask(req).read
+        return self._loads and self.ask(req).read
 
     @property
     def saves(self) -> bool:
@@ -314,10 +344,9 @@ class PoolRank:
     def over(self, req: Any) -> None:
         """A request has ended: the chunks of its prompt are kept as long as its client wants."""
         ask, model = self.ask(req), self.model
-        if not ask.pin_s or not self._leads or not model or not self.takes(req):
+        if not ask.pin_s or not self._leads or not model or (apart := self.apart(req)) is None:
             return
-        salt = salt_of(req.cache_salt, req.extra_key)
-        keys = [chunk.key for chunk in chunks_of(model, req.origin_input_ids, salt)]
+        keys = [chunk.key for chunk in chunks_of(model, req.origin_input_ids, apart)]
         tenants = 1 + len(self._settings.tenants)
         self.prompts.pins.pin(keys, ask.pin_s, self.tenant(req), tenants)
 

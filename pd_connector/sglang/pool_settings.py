@@ -8,7 +8,7 @@ from typing import Any
 from pd_connector.config import CONFIG_VARIABLE, Config
 from pd_connector.errors import ConfigError
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.sglang.settings import load_config
+from pd_connector.sglang.settings import BACKEND, load_config
 
 LINKER = {"linker": "PoolLinker", "linker_module_path": "pd_connector.sglang.pool"}
 """SGLang's `--unified-cache-external-linker-config` of an engine with a pool."""
@@ -42,7 +42,7 @@ def uses_pool() -> bool:
 
 
 _WANTED: dict[str, tuple[Any, ...]] = {
-    "disaggregation_mode": ("null",),
+    "enable_pd_role_switch": (False,),
     "enable_hierarchical_cache": (False,),
     "enable_lmcache": (False,),
     "enable_flexkv": (False,),
@@ -51,7 +51,6 @@ _WANTED: dict[str, tuple[Any, ...]] = {
     "enable_unified_memory": (False,),
     "enable_kv_cache_sharding": (False,),
     "enable_memory_saver": (False,),
-    "enable_lora": (False, None),
     "speculative_algorithm": (None,),
     "dllm_algorithm": (None,),
     "enable_dp_attention": (False,),
@@ -80,11 +79,31 @@ def check_arguments(server_args: Any) -> None:
                 f"--{name.replace('_', '-')} {value}: not supported beside the KV pool of PDConnector in this version; "
                 f"leave it {supported[0]}, or leave out the config key `pool` in {CONFIG_VARIABLE}"
             )
+    _check_handoffs(server_args)
     given = getattr(server_args, "unified_cache_external_linker_config", None)
     if given is not None and given != LINKER:
         raise ConfigError(
             f"--unified-cache-external-linker-config {given}: the config key `pool` in {CONFIG_VARIABLE} sets it; leave one "
             "of the two out"
+        )
+
+
+def _check_handoffs(server_args: Any) -> None:
+    """Raises ConfigError if an engine of a pair hands over by another backend, or has no cache from which to save."""
+    mode = getattr(server_args, "disaggregation_mode", "null")
+    backend = getattr(server_args, "disaggregation_transfer_backend", None)
+    if mode != "null" and backend != BACKEND:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {backend}: an engine of a pair uses the KV pool of PDConnector with {BACKEND} "
+            f"alone; set it to {BACKEND}, or leave out the config key `pool` in {CONFIG_VARIABLE}"
+        )
+    if mode == "decode" and not getattr(
+        server_args, "disaggregation_decode_enable_radix_cache", False
+    ):
+        raise ConfigError(
+            "--disaggregation-mode decode: KV is saved when it enters SGLang's radix cache; add "
+            f"--disaggregation-decode-enable-radix-cache, or leave out the config key `pool` in {CONFIG_VARIABLE} (its prefill "
+            "engines save and load without it)"
         )
 
 

@@ -61,6 +61,7 @@ class Streaming:
     def __init__(self, rank: Rank, scheduler: Any, *, layers: bool) -> None:
         self._rank = rank
         self._slots = scheduler.req_to_token_pool
+        self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._layers = layers
         self._step: list[Computed] = []
         if layers:
@@ -103,7 +104,11 @@ class Streaming:
     def _written(self, result: Any, pool: Any, layer: Any, *args: Any, **options: Any) -> None:
         """A layer's K and V of all requests in the step have been written, or will be by work queued on the stream. A
         pool within another pool does not get the layer's number: the outer pool does."""
-        if layer is None:
+        if layer is None or not self._step:
             return
+        # The step's prefixes may be loaded meanwhile (KV pool, HiCache). The layer's attention waits for them, but only after
+        # this write.
+        if (loads := self._pool.layer_transfer_counter) is not None:
+            loads.wait_until(layer.layer_id - self._pool.start_layer)
         for step in self._step:
             self._rank.agent.submit(step._replace(stop_layer=layer.layer_id + 1))

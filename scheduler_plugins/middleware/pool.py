@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -45,9 +46,8 @@ class PoolMiddleware:
     def __init__(self, app: App, engine: str = "") -> None:
         self._app = app
         self._engine = engine
-        self._store: LocalStore | None = None
-        self._carrier: _Carrier | None = None
-        self._opening = asyncio.Lock()
+        self._opened: tuple[LocalStore, _Carrier] | None = None
+        self._opening = threading.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -77,15 +77,16 @@ class PoolMiddleware:
                 404, 'this engine has no KV pool: set "pool": true in kv_connector_extra_config'
             )
         try:
-            async with self._opening:
-                if self._store is None:
-                    self._store = await asyncio.to_thread(_opened)
-                    self._carrier = _Carrier()
-            store, carrier = self._store, self._carrier
-            assert carrier is not None
-            return await asyncio.to_thread(_report, store, carrier, engine, after, of)
+            return await asyncio.to_thread(self._report, engine, after, of)
         except (ConfigError, PoolError, OSError) as error:
             return _refusal(503, f"the pool cannot be read: {error}")
+
+    def _report(self, engine: str, after: str, of: str) -> PoolReport | Refusal:
+        """In a thread: the store's files are read. A request that is cancelled meanwhile leaves the opened store to the next."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = LocalStore(Space(memory_folder(), 0), visits=True), _Carrier()
+        return _report(*self._opened, engine, after, of)
 
 
 class _Carrier:
@@ -117,14 +118,9 @@ class _Carrier:
         return self._far
 
 
-def _opened() -> LocalStore:
-    return LocalStore(Space(memory_folder(), 0), visits=True)
-
-
 def _report(
     store: LocalStore, carrier: _Carrier, engine: str, after: str, of: str
 ) -> PoolReport | Refusal:
-    """In a thread: the store's files are read."""
     store.restore_folders()
     advertised = find_engine(store.advertised(), engine)
     if advertised is None:

@@ -104,6 +104,8 @@ class Engine:
         linker: type[PoolLinker] = PoolLinker,
         error: float = 0.0,
         latent: bool = False,
+        consumes: bool = False,
+        adapters: Any = None,
     ) -> None:
         self.page_size, self.error = page_size, error
         heads = HEADS // rank[1]
@@ -150,25 +152,41 @@ class Engine:
         self.watch = Watch(facts)
         settings = PoolSettings(Space(Path("/unused"), 1), None, read, write)
         self.rank = PoolRank(
-            RankCache(caches, engine_id or f"e{id(self)}", rank[1], leads=rank[0] == 0),
+            RankCache(
+                caches,
+                engine_id or f"e{id(self)}",
+                rank[1],
+                leads=rank[0] == 0,
+                consumes=consumes,
+            ),
             Config(audit=audit, pool=True),  # type: ignore[arg-type]
             store,
             settings,
             facts,
             self.watch.made,  # type: ignore[arg-type]
             self.linker._ended,
+            adapters=adapters,
         )
         self.linker._rank, self.linker._cache = self.rank, self.tree
         if reduce is not None:
             self.tree._all_reduce_attn_groups = reduce
         self.rank.prompts.breakeven.computed(128, 100.0)  # loading pays
-        self.scheduler = SimpleNamespace(tree_cache=self.tree, waiting_queue=[])
+        self.scheduler = SimpleNamespace(
+            tree_cache=self.tree, waiting_queue=[], disagg_prefill_bootstrap_queue=None
+        )
 
-    def request(self, tokens: Sequence[int], *, salt: str | None = None, **pool: Any) -> Req:
+    def request(
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: str | None = None,
+        lora_id: str | None = None,
+        **pool: Any,
+    ) -> Req:
         custom = {"pool": pool} if pool else None
         sampling = SamplingParams(max_new_tokens=4, custom_params=custom)
         rid = f"r{random.random()}"
-        req = Req(rid, "", array("q", tokens), sampling, cache_salt=salt)
+        req = Req(rid, "", array("q", tokens), sampling, cache_salt=salt, lora_id=lora_id)
         req.refresh_fill_ids()
         return req
 

@@ -97,6 +97,52 @@ def test_only_what_the_cache_lacks_is_loaded(make: Make, store: LocalStore) -> N
     reader.check(prompt(700), slots)
 
 
+def test_a_prompt_that_waits_for_its_decode_engine_keeps_its_chunks(
+    make: Make, store: LocalStore
+) -> None:
+    """A prefill engine's requests wait first until their decode engine is known."""
+    make().ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    reader = make(write=False)
+    req, other = reader.request(prompt(300)), reader.request(prompt(300))
+    reader.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[req])
+    for each in (req, other):  # the other one has been refused
+        reader.linker.arrived(each)
+    assert reader.schedulable() == []
+    assert [*reader.rank.prompts._prompts] == [req.rid]
+    reader.scheduler.disagg_prefill_bootstrap_queue.queue.clear()
+    reader.scheduler.waiting_queue.append(req)
+    reader.wait(req)
+    assert len(reader.load(req)) == 256
+
+
+def test_a_decode_engine_saves_and_gives_its_pages_back_and_loads_nothing(
+    make: Make, store: LocalStore
+) -> None:
+    engine = make(consumes=True)
+    engine.settle = lambda: None  # type: ignore[method-assign]  # SGLang does not look there
+    engine.compute(engine.request(prompt(300)))
+    until(lambda: stored(store) == 2)
+    until(lambda: engine.linker.num_completed_offloads() == 1)
+    assert len(engine.tree.linker.pending_offloads) == 1, "control: the pages are locked"
+    pool_hooks.decodes(lambda scheduler: None, engine.scheduler)
+    assert engine.tree.linker.pending_offloads == []
+    engine.flush()
+    req = engine.request(prompt(300))
+    engine.arrive(req)
+    assert engine.schedulable() == [req]
+    assert len(engine.load(req)) == 0
+    reader = make(audit="first", write=False)
+    make().ask(prompt(700, 2))
+    until(lambda: stored(store) == 7)
+    assert [reader.ask(prompt(700, 2)), reader.ask(prompt(700, 2), salt="mine")] == [0, 0]
+    reader.flush()
+    assert reader.ask(prompt(700, 2)) == 640, "engines that compute have passed their audit"
+    assert reader.ask(prompt(300)) == 0, "a decode engine has not"
+    reader.flush()
+    assert reader.ask(prompt(300)) == 256
+
+
 @pytest.mark.parametrize("what", ["salt", "extra key", "weights", "read", "write"])
 def test_unlike_requests_share_nothing(make: Make, store: LocalStore, what: str) -> None:
     writer = make()
@@ -119,6 +165,38 @@ def test_unlike_requests_share_nothing(make: Make, store: LocalStore, what: str)
     if what != "weights":
         reader.flush()
         assert reader.ask(prompt(300)) == 256, "control"
+
+
+class _Loaded:
+    """Adapters by SGLang's id."""
+
+    def __init__(self, **contents: str) -> None:
+        self.contents = contents
+
+    def content(self, lora_id: str) -> str:
+        if lora_id not in self.contents:
+            raise PDConnectorError(f"adapter {lora_id} cannot be identified by its content")
+        return self.contents[lora_id]
+
+
+def test_adapters_are_known_by_their_content(make: Make, store: LocalStore) -> None:
+    """SGLang's ids of adapters differ from engine to engine. It appends them to the extra key."""
+    writer = make(adapters=_Loaded(a="content a", b="content b"))
+    reader = make(adapters=_Loaded(b="content a", c="content c"), write=False)
+    for lora_id in ("a", "unknown"):
+        assert writer.ask(prompt(300), lora_id=lora_id) == 0
+    until(lambda: stored(store) == 2)
+    for lora_id, loaded in (("c", 0), ("unknown", 0), (None, 0), ("b", 256)):
+        assert reader.ask(prompt(300), lora_id=lora_id) == loaded
+        reader.flush()
+    assert reader.ask(prompt(300), lora_id="b", salt="mine") == 0
+    req = writer.request(prompt(300), lora_id="a")
+    assert req.extra_key == "a"
+    req.extra_key = "mine" + "a"  # as SGLang makes it of a client's own
+    apart = writer.rank.apart(req)
+    assert apart is not None
+    assert apart.salt == pool_prompts.salt_of(None, "mine")
+    assert apart.adapter == "content a"
 
 
 def test_the_first_prompt_of_a_writer_is_computed_and_compared(
@@ -154,7 +232,7 @@ def test_an_altered_byte_is_not_loaded_and_what_is_before_it_is(
     writer, reader = make(), make()
     writer.ask(prompt(700))
     until(lambda: stored(store) == 5)
-    chunks = pool_prompts.chunks_of(writer.rank.model, prompt(700), "")
+    chunks = pool_prompts.chunks_of(writer.rank.model, prompt(700), pool_prompts.Apart(""))
     files = (tmp_path / "pool").rglob("data/*")
     (file,) = (path for path in files if chunks[2].key.hex() in path.name)
     data = bytearray(file.read_bytes())
@@ -518,8 +596,7 @@ def test_the_http_server_reports_the_pool_of_its_engine(monkeypatch: pytest.Monk
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"enable_lmcache": True}, "--enable-lmcache"),
-        ({"enable_lora": True}, "--enable-lora"),
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-transfer-backend"),
         ({"pp_size": 2}, "--pp-size"),
         ({"nnodes": 2}, "--nnodes"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),

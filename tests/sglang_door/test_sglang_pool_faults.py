@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,9 +224,9 @@ class World:
             return
         for _ in range(6):
             if plan.fault == "index":
-                links = list(self.folder.glob("**/index/*"))
-                with suppress(OSError):
-                    plan.dice.choice(links).unlink()
+                links = [*self.folder.glob("**/index/*")]
+                if links:  # all may have been removed, and none made since
+                    plan.dice.choice(links).unlink(missing_ok=True)
             else:
                 harm(sorted(self.folder.glob("**/data/*")), plan.fault, plan.dice)
 

@@ -29,14 +29,21 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def streaming(pair: Pair, monkeypatch: pytest.MonkeyPatch, *, layers: bool) -> Streaming:
+def streaming(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, *, layers: bool, loads: Any = None
+) -> Streaming:
     """That of the prefill engine, without hooks in SGLang's pools."""
     hooks = SimpleNamespace(register=lambda *hook: None, apply_hooks=lambda: None)
     monkeypatch.setattr(module, "HookRegistry", hooks)
     monkeypatch.setattr(module, "MIN_STEP_TOKENS", 1)
     slots = slots_of(pair.pages(pair.p).tolist(), pair.p.rank.pages.size)[None, :]
     pool = SimpleNamespace(req_to_token=slots.to(torch.int32))
-    return Streaming(pair.p.rank, SimpleNamespace(req_to_token_pool=pool), layers=layers)
+    kv = SimpleNamespace(layer_transfer_counter=loads, start_layer=0)
+    scheduler = SimpleNamespace(
+        req_to_token_pool=pool,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kv),
+    )
+    return Streaming(pair.p.rank, scheduler, layers=layers)
 
 
 def batch_of(req: Any, sender: Any) -> Any:
@@ -75,6 +82,29 @@ def test_the_transfer_is_open_before_the_prompt_is_computed(
     reach(sender.poll, KVPoll.Success)
     pair.assert_same_slots("v_buffer")
     sender.clear()
+    receiver.clear()
+    until(pair.idle, "idle")
+
+
+def test_a_layer_is_told_once_its_prefix_is_loaded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang writes a layer's new KV, and waits for the load of its prefix only when it attends."""
+    req = pair.request()
+    sender, receiver = pair.sender(req), pair.receiver(req)
+    events: list[Any] = []
+    loads = SimpleNamespace(wait_until=lambda layer: events.append(f"loaded {layer}"))
+    steps = streaming(pair, monkeypatch, layers=True, loads=loads)
+    steps._written(None, None, SimpleNamespace(layer_id=0))
+    assert events == [], "no step of ours"
+    with steps.step(batch_of(req, sender)), monkeypatch.context() as patched:
+        patched.setattr(pair.p.agent, "submit", lambda command, **_: events.append(command))
+        for layer in range(2):
+            steps._written(None, None, SimpleNamespace(layer_id=layer))
+    told = [event if isinstance(event, str) else event.stop_layer for event in events]
+    assert told == ["loaded 0", 1, "loaded 1", 2]
+    sender.abort()
+    receiver.abort()
     receiver.clear()
     until(pair.idle, "idle")
 

@@ -229,11 +229,26 @@ def test_an_audit_that_is_asked_for_is_refused_because_nothing_is_computed(audit
     assert load_config('{"audit": "off"}').audit == "off"
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_pool_beside_handoffs_is_refused_and_not_left_out_in_silence(mode: str) -> None:
-    check_arguments(SimpleNamespace(disaggregation_mode="null"))  # control
-    with pytest.raises(ConfigError, match=f"--disaggregation-mode {mode}"):
-        check_arguments(SimpleNamespace(disaggregation_mode=mode))
+def test_what_a_pool_cannot_do_in_a_pair_is_refused_and_not_left_out_in_silence() -> None:
+    ours = {"disaggregation_transfer_backend": "pd_connector"}
+    cached = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
+    check_arguments(SimpleNamespace(disaggregation_mode="null"))  # controls
+    check_arguments(SimpleNamespace(disaggregation_mode="prefill", **ours))
+    check_arguments(SimpleNamespace(**cached, **ours))
+    for given, named in (
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-transfer-backend None"),
+        (
+            {**cached, "disaggregation_transfer_backend": "nixl"},
+            "--disaggregation-transfer-backend nixl",
+        ),
+        ({"disaggregation_mode": "decode", **ours}, "--disaggregation-decode-enable-radix-cache"),
+        (
+            {"disaggregation_mode": "prefill", "enable_pd_role_switch": True, **ours},
+            "--enable-pd-role-switch",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            check_arguments(SimpleNamespace(**given))
 
 
 def test_the_backend_is_registered_and_its_classes_are_ours() -> None:

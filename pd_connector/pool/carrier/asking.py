@@ -223,21 +223,23 @@ class CarrierLink:
                 if not _is_over(channel):
                     return channel
                 channel.close()
-        channel = new_socket()
+        channel, folder = new_socket(), None
         try:
             with self._lock:
                 if self._folder is None:
                     self._folder = SocketFolder(self._path)
-                path = self._folder.path
+                folder = self._folder
             channel.settimeout(FIND_S)
-            channel.connect(path)
+            channel.connect(folder.path)
             if not is_own_user(channel):
                 raise PermissionError("the carrier is of another user")
         except OSError as error:
             channel.close()
             with self._lock:  # the folder may have been removed and made again
-                if self._folder is not None:
-                    self._folder.close()
+                if (
+                    folder is not None and self._folder is folder
+                ):  # another thread may have made it again
+                    folder.close()
                     self._folder = None
             self._absent_until_s = time.monotonic() + _LOOKS_AGAIN_S
             raise AbsentError(*error.args) from None

@@ -16,6 +16,7 @@ from typing import Protocol
 from pd_connector.pool.store.folder import Folder, private_folder, reopened, unusable
 
 _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
+_SHARE = fcntl.LOCK_SH | fcntl.LOCK_NB
 _LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 ADVERTISED_BYTES = 4096
@@ -122,7 +123,9 @@ class ProcessLock:
         except OSError:
             return False
         try:
-            fcntl.flock(lock, _TAKE)
+            fcntl.flock(
+                lock, _SHARE
+            )  # two that look at once do not take each other for the process
         except OSError:
             return True
         finally:

@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self
@@ -113,8 +113,9 @@ class Family:
         """Send a signal to every member."""
         members = self.members()
         if self._root.poll() is None:
-            os.killpg(self.pid, number)
-            members = [p for p in members if p.group != self.pid]
+            with suppress(ProcessLookupError):  # it has just been forked, into our own group still
+                os.killpg(self.pid, number)
+                members = [p for p in members if p.group != self.pid]
         proc.signal_all(members, number)
 
     def pause(self) -> None:

@@ -207,7 +207,7 @@ def test_a_page_of_a_far_store_whose_carrier_hangs_is_empty_and_goes_on_later(
     told(store)
     server = Server()
     server.page()
-    carrier = server.middleware._carrier
+    carrier = server.middleware._opened[1]
     carrier._far = "f" * 32
     monkeypatch.setattr(CarrierLink, "far_page", lambda *_: None)
     monkeypatch.setattr(CarrierLink, "is_there", True)
