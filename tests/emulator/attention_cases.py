@@ -114,19 +114,25 @@ def mla(
     workers: int = 2,
     dtype: torch.dtype = BF16,
     chosen: bool = False,
+    kv_scale: float = 0.0,
     **switches: bool,
 ) -> None:
-    """`chosen`: each row is chosen by itself, and every fifth is none."""
+    """`chosen`: each row is chosen by itself, and every fifth is none. `kv_scale`: FP8 with this scale."""
     torch.manual_seed(1)
     page = 1 if chosen else page
     given = latent_set(list(lengths), heads, queries, page, coded)
     if not coded:
-        given = given._replace(query=given.query.to(dtype), cache=given.cache.to(dtype))
+        cache = (given.cache / kv_scale).to(FP8) if kv_scale else given.cache.to(dtype)
+        given = given._replace(query=given.query.to(dtype), cache=cache)
         nothing_outside(given.cache, given.table, lengths)
     if chosen:
         given.table[:, ::5] = -1
     with tuned(**switches):
-        _compare(MlaCall(*given, 0.05, not chosen), workers, CODED_BOUND if coded else BOUND)
+        _compare(
+            MlaCall(*given, 0.05, not chosen, kv_scale or 1.0),
+            workers,
+            CODED_BOUND if coded else BOUND,
+        )
 
 
 def gluon(heads: int = 16, **given: Any) -> None:
@@ -280,6 +286,13 @@ DECODES: dict[str, Case] = {
     "mla, 128 heads": functools.partial(mla, 128, [70, 37]),
     "mla, 128 heads, fp8": functools.partial(mla, 128, [70, 37], coded=True),
     "mla, 16 heads, 8 queries, fp8": functools.partial(mla, queries=8, coded=True),
+    "mla, one scale": functools.partial(mla, kv_scale=0.02),
+    "mla, one scale, split": functools.partial(mla, 16, [37, 170, 0], workers=4, kv_scale=0.02),
+    "mla, one scale, 32 heads, page 16": functools.partial(mla, 32, page=16, kv_scale=3.0),
+    "mla, one scale, 40 heads, 2 queries": functools.partial(mla, 40, queries=2, kv_scale=0.02),
+    "mla, one scale, 8 queries, float16": functools.partial(
+        mla, 8, queries=8, page=16, kv_scale=0.02, dtype=torch.float16
+    ),
     "mla, 24 heads, 5 queries": functools.partial(mla, 24, [70, 3, 37], queries=5),
     "mla, chosen": functools.partial(mla, chosen=True),
     "mla, chosen, fp8": functools.partial(mla, chosen=True, coded=True),

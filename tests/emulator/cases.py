@@ -6,6 +6,7 @@ from control_cases import CONTROLS
 from direct_cases import DIRECT
 from graph_cases import REPLAYS
 from handoff_cases import DOORS
+from launch_cases import COUNTS
 from mla_cases import LATENTS
 from peer_cases import PEERS
 from public_cases import PUBLIC
@@ -15,7 +16,7 @@ from vllm_cases import STEPS
 
 TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
 CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS | REPLAYS | SGLANG
-CASES |= PUBLIC | PEERS
+CASES |= PUBLIC | PEERS | COUNTS
 
 SWITCHES = {
     ("column_merge", True): ("mla, 16 heads", "latent_attention"),

@@ -12,7 +12,7 @@ import torch
 from graphs import Capture, Graph
 from streams import Stream
 from torch_device import gpu
-from transfer_cases import Case
+from transfer_cases import FP8, Case
 from vllm_door import attended, few_processors
 
 from pd_kernels.attention.mla_call import LATENT, ROPE
@@ -25,6 +25,7 @@ STEPS = ((70, 1, 33, 17), (5, 130, 64, 9))
 DRAFTS = 4
 CHAIN = torch.ones(len(STEPS[0]), DRAFTS, DRAFTS, dtype=torch.bool).tril()
 """Whether a draft sees another, for each request."""
+LONG_CHAIN = torch.ones(len(STEPS[0]), 8, 8, dtype=torch.bool).tril()
 TREE = CHAIN.clone()
 TREE[:, 2, 1] = TREE[:, 3, 2] = TREE[1, 3, 1] = False
 """The second and the third draft follow the first; the last follows the second, and the first in one request."""
@@ -36,17 +37,25 @@ class Served:
     Args:
         heads: of queries.
         latent: whether the cache holds latents.
-        seen: CHAIN or TREE, if drafts are verified.
+        seen: CHAIN, LONG_CHAIN or TREE, if drafts are verified.
+        stored: the dtype of the cache.
     """
 
-    def __init__(self, heads: int, latent: bool, seen: torch.Tensor | None) -> None:
-        self.seen, self.drafts = seen, 0 if seen is None else DRAFTS
+    def __init__(
+        self,
+        heads: int,
+        latent: bool,
+        seen: torch.Tensor | None,
+        stored: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.seen, self.drafts = seen, 0 if seen is None else seen.shape[1]
+        self.stored = stored
         modes: Any = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
         pools: Any = importlib.import_module("sglang.srt.mem_cache.memory_pool")
         backends: Any = importlib.import_module("pd_kernels.sglang.backend")
         layers: Any = importlib.import_module("sglang.srt.layers.radix_attention")
         self.latent, self.width = latent, LATENT + ROPE if latent else DIM
-        told = {"size": (PAGES - 1) * PAGE, "page_size": PAGE, "dtype": torch.bfloat16}
+        told = {"size": (PAGES - 1) * PAGE, "page_size": PAGE, "dtype": stored}
         told |= {"layer_num": 1, "device": DEVICE, "enable_memory_saver": False, "start_layer": 0}
         if latent:
             latents = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE}
@@ -82,7 +91,7 @@ class Served:
         return SimpleNamespace(
             speculative_algorithm="EAGLE",
             speculative_attention_mode="decode",
-            speculative_num_draft_tokens=DRAFTS,
+            speculative_num_draft_tokens=self.drafts,
             speculative_eagle_topk=2 if self.seen is TREE else 1,
             speculative_adaptive=False,
             enable_multi_layer_eagle=False,
@@ -110,7 +119,10 @@ class Served:
         chance = torch.Generator().manual_seed(sum(lengths))
         free, rows = torch.randperm(PAGES - 1, generator=chance) + 1, []
         tables, kv = torch.zeros(ROWS, ROOM, dtype=torch.int32), []
-        caches = [torch.full(each.shape, torch.nan, dtype=each.dtype) for each in self.caches]
+        caches = [
+            torch.full(each.shape, torch.nan).to(self.stored).view(each.dtype)
+            for each in self.caches
+        ]
         query = torch.randn(self.query.shape, generator=chance).bfloat16()
         queries = max(1, self.drafts)
         for row, counted in enumerate(lengths):
@@ -119,9 +131,11 @@ class Served:
             slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
             tables[2 * row + 1, :length] = slots
             shape = length, self.new[0].shape[1], self.width
-            own = [torch.randn(shape, generator=chance).bfloat16() for _ in self.caches]
+            own = [
+                torch.randn(shape, generator=chance).to(self.stored).bfloat16() for _ in self.caches
+            ]
             for cache, each in zip(caches, own, strict=True):
-                cache[slots[:-queries]] = each[:-queries].to(cache.dtype)
+                cache[slots[:-queries]] = each[:-queries].to(self.stored).view(cache.dtype)
             kv.append((own, slots[-queries:]))
             keys, values = own[0], own[-1][..., :LATENT] if self.latent else own[-1]
             heads = query.view(len(lengths), queries, -1, self.width)[row]
@@ -163,10 +177,15 @@ def _check(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert error <= BOUND, f"error {error:.2e}, at most {BOUND}"
 
 
-def eager(heads: int = 8, latent: bool = False, seen: torch.Tensor | None = None) -> None:
+def eager(
+    heads: int = 8,
+    latent: bool = False,
+    seen: torch.Tensor | None = None,
+    stored: torch.dtype = torch.bfloat16,
+) -> None:
     """A step that no graph replays."""
     with gpu(), few_processors():
-        served = Served(heads, latent, seen)
+        served = Served(heads, latent, seen, stored)
         wanted = served.fill(STEPS[0])
         served.backend.init_forward_metadata(served.batch)
         _check(served.forward(), wanted)
@@ -202,6 +221,10 @@ SGLANG: dict[str, Case] = {
         ("mla", eager, (16, True)),
         ("verify", eager, (8, False, CHAIN)),
         ("verify, mla", eager, (16, True, CHAIN)),
+        ("verify, mla, 8 drafts", eager, (16, True, LONG_CHAIN)),
+        ("mla, fp8", eager, (16, True, None, FP8)),
+        ("verify, mla, 8 drafts, fp8", eager, (16, True, LONG_CHAIN, FP8)),
+        ("fp8", eager, (8, False, None, FP8)),
         ("verify, tree", eager, (8, False, TREE)),
         ("graphs", replayed, ()),
         ("graphs, verify", replayed, (8, False, CHAIN)),

@@ -8,6 +8,7 @@ SMALL = (
     *("swapped", "swapped, 32 lines"),
     *("paged, fp8", "paged, documents", "paged, 8 queries", "paged, jagged", "mla, 16 heads, fp8"),
     *("mla, chosen", "mla, chosen, fp8"),
+    *("mla, one scale, split", "mla, one scale, 40 heads, 2 queries"),
     *(
         "mla, 128 heads",
         "gluon, 128 heads",

@@ -10,6 +10,10 @@ SMALL = (
     *("vllm, mla, 40 heads", "vllm, graphs", "vllm, graphs, mla"),
     *("vllm, mla, beside prompts", "vllm, controls", "vllm, controls, fp8"),
     *("vllm, sparse mla", "vllm, sparse mla, in pieces", "vllm, sparse mla, another choice"),
+    *("vllm, sparse mla, two choices of two layers", "vllm, mla, fp8"),
+    *("vllm, graphs, sparse mla, one choice of two layers", "vllm, graphs, mla, one scale"),
+    *("launches, paged, 8 requests", "launches, mla, 40 heads"),
+    *("vllm, mla, ragged, other tokens", "vllm, mla, one scale, another scale"),
     *("vllm, controls, beside prompts", "vllm, graphs, controls"),
 )
 """Controls: a step is right, and each guard that is undone is found. `python -m tests.emulator` executes all."""

@@ -86,12 +86,19 @@ def _write_keys(
 
 
 def _write_latents(
-    latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, **_: Any
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
 ) -> None:
-    """What `concat_and_cache_mla` does, also in FlashMLA's FP8 layout."""
+    """What `concat_and_cache_mla` does, also in FlashMLA's FP8 layout and in FP8 with one scale."""
     tokens = torch.cat((latent, rope), -1)[: len(slots)]
-    if cache.dtype == torch.uint8:
+    if kv_cache_dtype == "fp8_ds_mla":
         tokens = coded_latents(tokens.cpu()).to(cache.device)
+    elif kv_cache_dtype != "auto":
+        tokens, cache = (tokens / scale).to(FP8).view(torch.uint8), cache.view(torch.uint8)
     _put(tokens, cache, slots)
 
 

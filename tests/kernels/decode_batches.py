@@ -140,8 +140,9 @@ def mla_batch(
     dtype: torch.dtype = torch.bfloat16,
     causal: bool = True,
     seed: int = 1,
+    kv_scale: float = 0.0,
 ) -> MlaCall:
-    """A cache of latents; `coded`: in FlashMLA's FP8 layout."""
+    """A cache of latents; `coded`: in FlashMLA's FP8 layout, `kv_scale`: in FP8 with this scale."""
     table, pages = paged_tables(lengths, page, seed)
     cache = torch.zeros(pages, page, 576, dtype=dtype)
     fill_tokens(cache, table, lengths, seed + 1)
@@ -149,7 +150,9 @@ def mla_batch(
     query = torch.randn(len(lengths), queries, heads, 576, generator=source).to(dtype)
     number = torch.tensor(lengths, dtype=torch.int32)
     latents = flash_mla_codes(cache) if coded else cache
-    batch = MlaCall(query, latents, table, number, 192**-0.5 / 2, causal)
+    if kv_scale:
+        latents = (cache.float() / kv_scale).to(FP8)
+    batch = MlaCall(query, latents, table, number, 192**-0.5 / 2, causal, kv_scale or 1.0)
     batch.check()
     batch.check_kernel()
     return batch

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLA layers that decode with mla_decode compute what vLLM's do, on the same cache."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,41 @@ def test_several_tokens_are_verified_as_if_they_came_one_by_one(
         torch.testing.assert_close(together[place::3], alone, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("counts", [(6, 1, 3, 2, 6), (1, 2, 0, 5, 0)])
+def test_requests_with_unlike_numbers_of_tokens_are_one_batch_of_decodes(
+    model: Path, monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
+) -> None:
+    """A drafter may propose fewer tokens for some requests. Requests without any pad a batch."""
+    monkeypatch.setenv(plugin.MLA_VARIABLE, "CPU_MLA")
+    plugin.register()
+    layer, builder = made(model)
+    builder.reorder_batch_threshold = 6
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    changes = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts,
+        "max_query_len": max(counts),
+    }
+    batch = dataclasses.replace(common(), **changes, num_actual_tokens=sum(counts))
+    batch.seq_lens = batch.seq_lens.clamp(min=6)
+    chance = torch.Generator().manual_seed(7)
+    cache = torch.randn(PAGES, PAGE, LATENT + ROPE, generator=chance)
+    query = torch.randn(sum(counts), HEADS, LATENT + ROPE, generator=chance)
+    metadata = builder.build(0, batch)
+    assert metadata.num_decode_tokens == sum(counts)
+    with mock.patch.object(mla_backend, "mla_decode", wraps=mla_backend.mla_decode) as decode:
+        together, _ = layer.impl.forward_mqa(query, cache, metadata, layer)
+    assert decode.call_count == 1
+    for row, count in enumerate(counts):
+        for place in range(count):
+            one = common()
+            one.seq_lens[row] = batch.seq_lens[row] - count + 1 + place
+            its = query[int(starts[row]) + place].expand(len(counts), -1, -1)
+            alone, _ = layer.impl.forward_mqa(its, cache, builder.build(0, one), layer)
+            own = together[int(starts[row]) + place]
+            torch.testing.assert_close(own, alone[row], atol=TOLERANCE, rtol=0)
+
+
 DENSE: dict[str, Any] = {
     "head_size": 576,
     "dtype": torch.bfloat16,
@@ -151,6 +187,7 @@ def judged(backend: Any, good: dict[str, Any], refused: dict[str, dict[str, Any]
     for reason, changed in refused.items():
         found = backend.validate_configuration(**good | changed)
         assert any(reason in each for each in found), found
+        assert found[-1] == f"unset PD_KERNELS_MLA to have vLLM's own {backend.get_name()}"
 
 
 @pytest.mark.parametrize("member", ["TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"])
@@ -165,7 +202,13 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
     assert backend.get_impl_cls() is MlaImplCuda
     refused = {
         "head_size not supported": {"head_size": 320},
-        "kv_cache_dtype not supported": {"kv_cache_dtype": "fp8"},
+        "must be bfloat16 for a cache of fp8_ds_mla": {
+            "kv_cache_dtype": "fp8_ds_mla",
+            "dtype": torch.float16,
+        },
+        "cache dtype fp8_e5m2: must be that of the model (torch.bfloat16), fp8_e4m3 or": {
+            "kv_cache_dtype": "fp8_e5m2"
+        },
         "dtype not supported": {"dtype": torch.float32},
         "sparse not supported": {"use_sparse": True},
         "DCP not supported": {"use_dcp": True},
@@ -173,11 +216,11 @@ def test_on_a_gpu_ours_stands_in_for_the_member_that_is_named(
         "PCP not supported": {"use_pcp": True},
         "query lens mismatch not supported": {"use_adaptive_verification": True},
         "cache dtype float16: must be that of the model": {"kv_cache_dtype": "float16"},
-        f"runs on 9.0 and 10.x. Unset PD_KERNELS_MLA to have vLLM's own {member}": {
-            "device_capability": DeviceCapability(8, 0)
-        },
+        "runs on 9.0 and 10.x": {"device_capability": DeviceCapability(8, 0)},
     }
     judged(backend, DENSE, refused)
+    for kind in ("fp8", "fp8_e4m3", "fp8_ds_mla"):
+        assert backend.validate_configuration(**DENSE | {"kv_cache_dtype": kind}) == []
 
 
 @pytest.mark.parametrize("member", ["FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"])
@@ -197,9 +240,7 @@ def test_on_a_gpu_ours_stands_in_for_a_sparse_member(
         "non-sparse not supported": {"use_sparse": False},
         "DCP not supported": {"use_dcp": True},
         "PCP not supported": {"use_pcp": True},
-        f"runs on 9.0 and 10.x. Unset PD_KERNELS_MLA to have vLLM's own {member}": {
-            "device_capability": DeviceCapability(8, 0)
-        },
+        "runs on 9.0 and 10.x": {"device_capability": DeviceCapability(8, 0)},
     }
     judged(backend, SPARSE, refused)
     assert (backend.validate_configuration(**SPARSE | {"kv_cache_dtype": "fp8"}) == []) == alias

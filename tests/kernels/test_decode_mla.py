@@ -31,7 +31,7 @@ def check(batch: MlaCall, workers: int = 4) -> None:
     assert not found[empty].any()
     assert error(found, wanted) <= BOUND
     # The kernel rounds a code times its scale to bfloat16.
-    atol = 1e-3 if batch.coded else 1e-4
+    atol = 1e-3 if batch.codes else 1e-4
     assert torch.allclose(lse[~empty], sums[~empty], atol=atol, rtol=1e-5)
 
 
@@ -50,6 +50,23 @@ def test_several_queries_see_no_later_tokens(queries: int) -> None:
 def test_pages_and_codes(page: int, coded: bool) -> None:
     """FP8 is held to attention over what its codes stand for."""
     check(mla_batch([300, 65, 0], page=page, coded=coded))
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "page", "dtype"),
+    [
+        (16, 1, 64, torch.bfloat16),
+        (16, 2, 16, torch.float16),
+        (40, 1, 64, torch.bfloat16),
+        (16, 8, 80, torch.bfloat16),
+    ],
+)
+def test_fp8_with_one_scale(heads: int, queries: int, page: int, dtype: torch.dtype) -> None:
+    batch = mla_batch([300, 65, 0], heads, page, queries, dtype=dtype, kv_scale=0.02)
+    check(batch, workers=3)
+    # The control: another scale.
+    found, _ = by_kernel(dataclasses.replace(batch, kv_scale=0.025), 3)
+    assert error(found, by_reference(batch)[0]) > 10 * BOUND
 
 
 def test_queries_see_later_tokens_where_they_may() -> None:
@@ -149,6 +166,14 @@ def test_what_does_not_belong_together_is_refused() -> None:
         mla_decode(query, cache[..., :512], table, lengths, scale=1.0)
     with pytest.raises(ValueError, match=r"cache .*: must be \[pages, page, 656\]"):
         mla_decode(query, cache.view(torch.uint8), table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match=r"kv_scale 2 with a cache of torch.bfloat16: must be 1"):
+        mla_decode(query, cache, table, lengths, scale=1.0, kv_scale=2.0)
+    with pytest.raises(ValueError, match=r"kv_scale is a tensor \[64\]: must be one number"):
+        mla_decode(query, cache, table, lengths, scale=1.0, kv_scale=torch.ones(64))  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"cache of torch.float8_e5m2: must be torch.bfloat16 as q"
+    ):
+        mla_decode(query, cache.to(torch.float8_e5m2), table, lengths, scale=1.0)
     with pytest.raises(ValueError, match=r"q of torch.float16: must be torch.bfloat16"):
         mla_decode(query.half(), cache, table, lengths, scale=1.0)
     with pytest.raises(ValueError, match=r"block_table \[1, \d+\], lengths \[2\]: must be"):

@@ -124,6 +124,34 @@ def test_a_batch_of_nothing() -> None:
     assert (lse == -torch.inf).all()
 
 
+def test_a_sequence_of_a_million_tokens() -> None:
+    """The last tokens only, since the interpreter takes minutes for all. Its table names each page many times."""
+    batch, tokens = (
+        paged_batch([4096], heads=2, kv_heads=1, page=256, window=300, queries=2),
+        1 << 20,
+    )
+    table = batch.table[:, :16].repeat(1, tokens // 4096)
+    million = dataclasses.replace(batch, table=table, lengths=torch.tensor([tokens]))
+    check(million, workers=3)
+    last = dataclasses.replace(million, lengths=torch.tensor([tokens - 1]))  # the control
+    assert error(by_kernel(last, 3)[0], by_reference(million)[0]) > 10 * BOUND
+
+
+def test_scores_of_minus_infinity_weigh_nothing() -> None:
+    """A score mod may hide tokens itself: some of a tile, a whole first tile, or all."""
+
+    def reference(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+        return torch.where(kv_idx < args[0] + b * 100, -torch.inf, score)
+
+    batch = paged_batch([300, 300, 90], score_mod=Mod.of(_hides, (150,), reference))
+    check(batch)
+    assert (by_kernel(batch, 3)[1][2] == -torch.inf).all()
+
+
+def _hides(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+    return tl.where(kv_idx < args[0] + b * 100, float("-inf"), score)
+
+
 @pytest.mark.parametrize("window", [1, 100, 1_000])
 def test_windows(window: int) -> None:
     check(paged_batch([300, 5, 101], window=window))

@@ -103,11 +103,11 @@ def keys_and_values(step: Step, dtype: torch.dtype = torch.float32) -> MHATokenT
     return pool
 
 
-def latents(step: Step, rank: int = LATENT) -> MLATokenToKVPool:
+def latents(step: Step, rank: int = LATENT, dtype: torch.dtype = torch.float32) -> MLATokenToKVPool:
     pool = MLATokenToKVPool(
         size=step.size,
         page_size=step.page_size,
-        dtype=torch.float32,
+        dtype=dtype,
         kv_lora_rank=rank,
         qk_rope_head_dim=ROPE,
         layer_num=1,
@@ -115,7 +115,8 @@ def latents(step: Step, rank: int = LATENT) -> MLATokenToKVPool:
         enable_memory_saver=False,
         start_layer=0,
     )
-    pool.kv_buffer[0].copy_(torch.randn(pool.kv_buffer[0].shape))
+    random = torch.randn(pool.kv_buffer[0].shape)
+    pool.kv_buffer[0].copy_(random.to(dtype).view(pool.kv_buffer[0].dtype))
     return pool
 
 
@@ -163,19 +164,21 @@ def test_a_window_and_a_cap_are_sglangs() -> None:
     torch.testing.assert_close(out, torch.stack(rows).flatten(1), **CLOSE)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_latents_of_any_page_size_and_ragged_lengths(page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "dtype"), [*((n, torch.float32) for n in PAGE_SIZES), (16, torch.float8_e4m3fn)]
+)
+def test_latents_of_any_page_size_and_ragged_lengths(page_size: int, dtype: torch.dtype) -> None:
     step, heads = Step(page_size), 4
     ours = RadixAttention(heads, LATENT + ROPE, 192**-0.5, 1, 0, v_head_dim=LATENT)
-    pool = latents(step)
+    pool = latents(step, dtype=dtype)
     backend = MlaBackend(step.runner(pool, ours))
     query = torch.randn(len(LENGTHS), heads * (LATENT + ROPE))
     new = torch.randn(len(LENGTHS), 1, LATENT + ROPE)
     backend.init_forward_metadata(step.batch)
     with get_parallel().override(dcp_enabled=False):  # SGLang's pool asks before it writes
         out = backend.forward_decode(query, new, new[..., :LATENT], ours, step.batch)
-    cache = pool.get_key_buffer(0)
-    assert torch.equal(cache[step.batch.out_cache_loc], new)
+    cache = pool.get_key_buffer(0).float()
+    assert torch.equal(cache[step.batch.out_cache_loc], new.to(dtype).float())
     shaped = query.view(-1, heads, LATENT + ROPE)
     reference = wanted(step, shaped, cache, cache[..., :LATENT], scale=192**-0.5)
     torch.testing.assert_close(out, reference.flatten(1), rtol=1e-4, atol=1e-4)
@@ -293,6 +296,33 @@ def test_latents_that_are_divided_by_scales_are_named() -> None:
     scaled.k_scale_float = 0.5
     with pytest.raises(NotImplementedError, match=r"KV scales \(0.5\)"):
         MlaBackend(step.runner(latents(step), scaled))
+
+
+@pytest.mark.parametrize(
+    ("capability", "named"),
+    [
+        (
+            (8, 0),
+            ("MLA on compute capability 8.0", "an FP8 cache on compute capability 8.0: needs 8.9"),
+        ),
+        ((12, 0), ("MLA on compute capability 12.0",)),
+        ((9, 0), ()),
+    ],
+)
+def test_a_gpu_that_cannot_run_the_kernels_is_named_at_start(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], named: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    step = Step(16)
+    pool = latents(step, dtype=torch.float8_e4m3fn)
+    backend = MlaBackend(step.runner(pool, dtype=torch.bfloat16))
+    told = "; ".join(backend.refusals(on_gpu=True))
+    assert all(each in told for each in named)
+    assert bool(told) == bool(named)
+    wide = RadixAttention(HEADS, 512, 512**-0.5, num_kv_heads=KV_HEADS, layer_id=0)
+    paged = PagedBackend(step.runner(keys_and_values(step), wide))
+    told = "; ".join(paged.refusals(on_gpu=True))
+    assert ("head size 512 on compute capability" in told) == bool(named)
 
 
 def test_sinks_take_a_part_of_each_softmax() -> None:

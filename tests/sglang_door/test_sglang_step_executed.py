@@ -16,7 +16,10 @@ if shutil.which("cc") is None:
 sys.path.append(str(Path(__file__).parents[1] / "emulator"))
 executed = importlib.import_module("executed").executed
 
-SMALL = ("sglang, mla", "sglang, graphs", "sglang, verify, tree")
+SMALL = (
+    *("sglang, mla", "sglang, graphs", "sglang, verify, tree"),
+    "sglang, verify, mla, 8 drafts, fp8",
+)
 """A graph is wrong without a step's tables, and right with them. `python -m tests.emulator sglang` executes all."""
 
 

@@ -16,6 +16,14 @@ MAX_HEIGHT = 64
 """The most lines of a row. If a KV head has more, they become several rows."""
 
 
+LARGE_MEMORY = (9, 10)
+"""Major compute capabilities of the GPUs whose multiprocessors have the shared memory that MLA and heads of 512
+elements need."""
+
+LEAST_FP8 = (8, 9)
+"""The least compute capability that converts FP8."""
+
+
 class KernelConfig(NamedTuple):
     """How an attention kernel is launched.
 

@@ -210,7 +210,7 @@ def mixed_attention(
     """
     if len(q) < plan.tokens:
         raise ValueError(f"q of {len(q)} tokens: the plan was made for {plan.tokens}")
-    check_factors(k_scale, v_scale)
+    check_factors(k_scale=k_scale, v_scale=v_scale)
     out = DecodeOutputs.of(q, v_cache.shape[-1], out, return_lse=False, return_partials=False).out
     layer = {
         "query": q.unsqueeze(1),

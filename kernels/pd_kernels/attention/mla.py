@@ -12,6 +12,7 @@ from pd_kernels.attention.mla_call import LATENT, MlaCall
 from pd_kernels.attention.mla_gluon import launch_mla_gluon
 from pd_kernels.attention.mla_kernel import launch_mla_triton, score_factor
 from pd_kernels.attention.operators import DecodeOutputs, attend, operator, planned, with_queries
+from pd_kernels.attention.paged_call import FP8, check_factors
 from pd_kernels.attention.reference import reference_mla_decode
 
 
@@ -22,6 +23,7 @@ def mla_decode(
     lengths: torch.Tensor,
     *,
     scale: float,
+    kv_scale: float = 1.0,
     causal: bool = True,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -37,13 +39,14 @@ def mla_decode(
     Args:
         q: bfloat16 or float16 `[batch, heads, 576]`, or `[batch, queries, heads, 576]` with up to 8
             queries. 512 elements of a head belong to the latent, 64 to the part with RoPE.
-        cache: `[pages, page, 576]` of q's dtype; or uint8 `[pages, page, 656]`, FlashMLA's FP8
-            layout: 512 codes (e4m3), 4 scales (float32, one per 128 codes), 64 bfloat16 elements
-            with RoPE. With this layout q is bfloat16. The elements of a token must be consecutive.
-            Any page size works; multiples of 64 tokens are fastest.
+        cache: `[pages, page, 576]` of q's dtype, or of float8_e4m3fn with one scale; or uint8
+            `[pages, page, 656]`, FlashMLA's FP8 layout: 512 codes (e4m3), 4 scales (float32, one per
+            128 codes), 64 bfloat16 elements with RoPE. With this layout q is bfloat16. The elements
+            of a token must be consecutive. Any page size works; multiples of 64 tokens are fastest.
         block_table, lengths: as in `paged_decode`.
         scale: factor of the scores. Pass the factor of the heads before absorption; it does not
             follow from 576.
+        kv_scale: the scale of a float8_e4m3fn cache, by which stored values are multiplied.
         causal: queries see no later tokens. Pass False if the latents do not hold the queries' own
             tokens.
         out: dense `[batch, (queries,) heads, 512]`; written and returned.
@@ -74,12 +77,20 @@ def mla_decode(
             "queries need a call of their own"
         )
     check_filled(plan, lengths)
+    check_factors(kv_scale=kv_scale)
+    if kv_scale != 1.0 and cache.dtype != FP8:
+        raise ValueError(
+            f"kv_scale {kv_scale:g} with a cache of {cache.dtype}: must be 1, because only a cache of {FP8} has one"
+        )
     tensors, outputs = (q, cache, block_table, lengths), (return_lse, return_partials)
     key = direct_key(plan, tensors, out, causal, *outputs)
     if launch := known_launch(plan, key):
         out, lse = allocated(q, LATENT, out, *outputs)
         target = (out, out if lse is None else lse, lengths, lengths)
-        launch(q, block_table, lengths, target, cache, score_factor(scale))
+        launch(
+            *(q, block_table, lengths, target, cache),
+            *(score_factor(scale, kv_scale), float(kv_scale)),
+        )
         return out if lse is None else (out, lse)
     results = DecodeOutputs.of(q, LATENT, out, return_lse, return_partials)
     run = _operator if torch.compiler.is_compiling() else _run
@@ -95,6 +106,7 @@ def mla_decode(
         scratch=scratch,
         rows=rows,
         scale=scale,
+        kv_scale=kv_scale,
         causal=causal,
     )
     keep(plan, key, made)
@@ -134,9 +146,10 @@ def _run(
     scratch: list[torch.Tensor],
     rows: list[int],
     scale: float,
+    kv_scale: float,
     causal: bool,
 ) -> DirectLaunch | None:
-    batch = MlaCall(query, cache, table, lengths, scale, causal)
+    batch = MlaCall(query, cache, table, lengths, scale, causal, kv_scale)
     return attend(batch, out, lse, scratch, rows, reference_mla_decode, launch_mla)
 
 

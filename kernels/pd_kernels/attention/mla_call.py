@@ -11,6 +11,7 @@ import torch
 import triton
 
 from pd_kernels.attention.decode_call import MAX_HEIGHT, DecodeCall, KernelConfig, on_hopper
+from pd_kernels.attention.paged_call import FP8
 from pd_kernels.attention.work_partition import TileCosts
 from pd_kernels.tuning import tuning
 
@@ -46,7 +47,7 @@ tiles. ThunderMLA's cost model has 7.5 us per row, and 1.5 us per 32 tokens. A p
 because many programs share the merge. Not yet measured on a GPU."""
 
 
-def config_of(lines: int, coded: bool, words: bool = False) -> KernelConfig:
+def config_of(lines: int, codes: bool, words: bool = False) -> KernelConfig:
     """Launch options for `lines` lines per sequence. They were checked by compiling ahead of time,
     and are not yet tuned on a GPU."""
     # A long row of 16 lines is split among all workers: 16 parts would leave most of them idle.
@@ -58,8 +59,8 @@ def config_of(lines: int, coded: bool, words: bool = False) -> KernelConfig:
             # with eight warps in a program that takes longer than memory does.
             return KernelConfig(64, 4, 5, 2, 32, 1, columns)
         return KernelConfig(32, 8, 7, 1, 32, 1, columns)
-    if coded or lines > MAX_HEIGHT:  # products or decoding limit it more than memory does
-        return KernelConfig(32, 8, 8 if coded else 6, 1, 32, 1, columns)
+    if codes or lines > MAX_HEIGHT:  # products or decoding limit it more than memory does
+        return KernelConfig(32, 8, 8 if codes else 6, 1, 32, 1, columns)
     if lines > MAX_HEIGHT // 2:
         return KernelConfig(32, 8, 5, 1, 32, 1, columns)
     return KernelConfig(64, 8, 5, 1, 32, 1, columns)
@@ -89,6 +90,7 @@ class MlaCall(DecodeCall):
     Attributes:
         query: `[batch, queries, heads, 576]`.
         cache: `[page, token, 576]`, or uint8 `[page, token, 656]`.
+        kv_scale: the factor of an FP8 cache `[page, token, 576]`.
     """
 
     costs = COSTS
@@ -103,15 +105,22 @@ class MlaCall(DecodeCall):
     lengths: torch.Tensor
     scale: float
     causal: bool
+    kv_scale: float = 1.0
 
     @property
     def coded(self) -> bool:
+        """Whether the cache is in FlashMLA's FP8 layout."""
         return bool(self.cache.dtype == torch.uint8)
+
+    @property
+    def codes(self) -> bool:
+        """Whether the cache is FP8: in FlashMLA's layout, or with one scale."""
+        return self.coded or bool(self.cache.dtype == FP8)
 
     @property
     def words(self) -> bool:
         """Whether the kernel reads FP8 codes as words of two, see `mla_codes`."""
-        return self.coded and self.lines <= MAX_HEIGHT // 2
+        return self.codes and self.lines <= MAX_HEIGHT // 2
 
     @property
     def gluon(self) -> bool:
@@ -125,7 +134,7 @@ class MlaCall(DecodeCall):
         """Tokens from the start of a page to the start of the next page. 0 if the tokens of the
         cache do not lie on one grid, if a tile can leave its page, or for an FP8 cache."""
         page, token = self.cache.stride()[:2]
-        whole = not self.coded and self.cache.shape[1] % GLUON_TILE == 0 and page % token == 0
+        whole = not self.codes and self.cache.shape[1] % GLUON_TILE == 0 and page % token == 0
         aligned = self.cache.data_ptr() % 16 == 0 and token % 8 == 0
         return page // token if whole and aligned else 0
 
@@ -134,12 +143,12 @@ class MlaCall(DecodeCall):
         """Lines of a row, padded. 64 for the Gluon kernel, which uses wgmma, and for an FP8 cache
         that is decoded to bfloat16. With fewer lines the compiler would not load FP8 codes
         asynchronously."""
-        wide = self.gluon or (self.coded and not self.words)
+        wide = self.gluon or (self.codes and not self.words)
         return MAX_HEIGHT if wide else super().height
 
     @property
     def config(self) -> KernelConfig:
-        config = config_of(self.lines, self.coded, self.words)
+        config = config_of(self.lines, self.codes, self.words)
         return config._replace(tile=GLUON_TILE) if self.gluon else config
 
     def check(self) -> None:
@@ -149,20 +158,24 @@ class MlaCall(DecodeCall):
         width = CODED_BYTES if self.coded else dim
         if self.cache.dim() != 3 or self.cache.shape[2] != width:
             raise ValueError(f"cache {list(self.cache.shape)}: must be [pages, page, {width}]")
-        if not self.coded and self.cache.dtype not in PLAIN:
+        if not self.codes and self.cache.dtype not in PLAIN:
             raise ValueError(
-                f"cache of {self.cache.dtype}: must be {self.query.dtype} as q, or torch.uint8 in "
-                f"FlashMLA's FP8 layout, [pages, page, {CODED_BYTES}]"
+                f"cache of {self.cache.dtype}: must be {self.query.dtype} as q, {FP8}, or torch.uint8 "
+                f"in FlashMLA's FP8 layout, [pages, page, {CODED_BYTES}]"
             )
-        expected = torch.bfloat16 if self.coded else self.cache.dtype
-        if self.query.dtype != expected:
-            raise ValueError(f"q of {self.query.dtype}: must be {expected}, for this cache")
+        if self.cache.dtype == FP8:
+            expected: tuple[torch.dtype, ...] = PLAIN
+        else:
+            expected = (torch.bfloat16 if self.coded else self.cache.dtype,)
+        if self.query.dtype not in expected:
+            required = " or ".join(map(str, expected))
+            raise ValueError(f"q of {self.query.dtype}: must be {required}, for this cache")
         super().check()
 
     def check_kernel(self) -> None:
         super().check_kernel()
         strides = self.cache.stride()[:2]
-        if self.coded and (any(each % 16 for each in strides) or self.cache.data_ptr() % 16):
+        if self.codes and (any(each % 16 for each in strides) or self.cache.data_ptr() % 16):
             raise ValueError(
                 f"cache: pages and tokens {strides} bytes apart, must be aligned to 16 bytes"
             )

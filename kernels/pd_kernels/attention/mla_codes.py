@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The loop of `mla_decode` over FP8 latents, for rows of up to 32 lines.
+"""The loops of `mla_decode` over FP8 latents, for rows of up to 32 lines.
 
 The plain loop decodes latents to bfloat16 before the products. Hopper's tensor cores take such a
 matrix only from shared memory, and only in 64 lines. So 16 heads are padded to 64, each tile is
@@ -140,12 +140,91 @@ def attend_latent_codes(
 
 
 @triton.jit
-def _lines(own, exists, number: tl.constexpr):
-    """A slice of the queries: its even and odd elements, float16 `[HEIGHT, 64]`, and the factor for
-    each line's scores, `[HEIGHT]`."""
-    column = number * _SLICE + tl.arange(0, _SLICE)[None, :]
+def attend_scaled_codes(
+    own,
+    exists,
+    cache,
+    pages,
+    position,
+    length,
+    begin,
+    end,
+    scale,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CACHE: tl.constexpr,
+    CODED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As `attend_latent_codes`, for a cache whose codes, those with RoPE included, have one scale. It is a part of
+    `scale`, and of the factor of the results."""
+    HEIGHT: tl.constexpr = exists.shape[0]
+    word, word_rope = tl.arange(0, _WORDS)[None, :], tl.arange(0, _ROPE // 2)[None, :]
+    even_0, odd_0, unit_0 = _lines(own, exists, 0)
+    even_1, odd_1, unit_1 = _lines(own, exists, 1)
+    even_2, odd_2, unit_2 = _lines(own, exists, 2)
+    even_3, odd_3, unit_3 = _lines(own, exists, 3)
+    even_rope, odd_rope, unit_rope = _lines(own, exists, 4, _ROPE)
+    top = tl.full((HEIGHT,), float("-inf"), tl.float32)
+    total = tl.zeros((HEIGHT,), tl.float32)
+    result_0 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_1 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_2 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_3 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_4 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_5 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_6 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    result_7 = tl.zeros((HEIGHT, _WORDS), tl.float32)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        tokens, mask, token, inside = tile_tokens(cache, pages, tile, length, PAGE, TILE, CACHE)
+        words = tokens.to(tl.pointer_type(tl.int16)) + word
+        word_0 = tl.load(words, mask=mask, other=0, eviction_policy="evict_first")
+        word_1 = tl.load(words + _WORDS, mask=mask, other=0, eviction_policy="evict_first")
+        word_2 = tl.load(words + 2 * _WORDS, mask=mask, other=0, eviction_policy="evict_first")
+        word_3 = tl.load(words + 3 * _WORDS, mask=mask, other=0, eviction_policy="evict_first")
+        ropes = (tokens + _LATENT).to(tl.pointer_type(tl.int16)) + word_rope
+        ropes = tl.load(ropes, mask=mask, other=0, eviction_policy="evict_first")
+        score = _product(even_rope, odd_rope, ropes) * unit_rope[:, None]
+        score += _product(even_0, odd_0, word_0) * unit_0[:, None]
+        score += _product(even_1, odd_1, word_1) * unit_1[:, None]
+        score += _product(even_2, odd_2, word_2) * unit_2[:, None]
+        score += _product(even_3, odd_3, word_3) * unit_3[:, None]
+        seen = chosen_tokens(pages, token, inside, PAGE)[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= position[:, None])
+        score = tl.where(seen, score * scale, float("-inf"))
+        share, before, top, total = softmax_step(score, top, total, 1)
+        before = before[:, None]
+        weight = (share * _ROOM).to(tl.float16)
+        even, odd = two_halves(word_0)
+        result_0 = tl.dot(weight, even, result_0 * before)
+        result_1 = tl.dot(weight, odd, result_1 * before)
+        even, odd = two_halves(word_1)
+        result_2 = tl.dot(weight, even, result_2 * before)
+        result_3 = tl.dot(weight, odd, result_3 * before)
+        even, odd = two_halves(word_2)
+        result_4 = tl.dot(weight, even, result_4 * before)
+        result_5 = tl.dot(weight, odd, result_5 * before)
+        even, odd = two_halves(word_3)
+        result_6 = tl.dot(weight, even, result_6 * before)
+        result_7 = tl.dot(weight, odd, result_7 * before)
+    results = (
+        tl.interleave(result_0, result_1) / _ROOM,
+        tl.interleave(result_2, result_3) / _ROOM,
+        tl.interleave(result_4, result_5) / _ROOM,
+        tl.interleave(result_6, result_7) / _ROOM,
+    )
+    return results, top, total
+
+
+@triton.jit
+def _lines(own, exists, number: tl.constexpr, WIDTH: tl.constexpr = _SLICE):
+    """WIDTH elements of the queries from a slice's first on: the even and the odd ones, float16 `[HEIGHT, WIDTH / 2]`,
+    and the factor for each line's scores, `[HEIGHT]`."""
+    column = number * _SLICE + tl.arange(0, WIDTH)[None, :]
     lines, unit = half_lines(tl.load(own + column, mask=exists, other=0.0))
-    even, odd = tl.split(tl.reshape(lines, (exists.shape[0], _WORDS, 2)))
+    even, odd = tl.split(tl.reshape(lines, (exists.shape[0], WIDTH // 2, 2)))
     return even, odd, unit
 
 

@@ -18,7 +18,7 @@ from pd_kernels.attention.direct import DirectLaunch
 from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
 from pd_kernels.attention.load_fence import show_loads
 from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
-from pd_kernels.attention.mla_codes import attend_latent_codes
+from pd_kernels.attention.mla_codes import attend_latent_codes, attend_scaled_codes
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
 from pd_kernels.attention.paged_tile import chosen_tokens, tile_tokens
 from pd_kernels.attention.plan_kernel import current_piece, rows_of
@@ -41,7 +41,7 @@ _CODES = tl.constexpr(CODED_BYTES - 2 * ROPE)  # and their scales
 _SHORT = tl.constexpr(16)  # lines of one matrix product
 
 
-@triton.jit(do_not_specialize=["workers", "table_stride", "scale", "max_polls"])
+@triton.jit(do_not_specialize=["workers", "table_stride", "scale", "unit", "max_polls"])
 def latent_attention(
     query,
     cache,
@@ -54,6 +54,7 @@ def latent_attention(
     query_stride,  # of a sequence
     table_stride,
     scale,
+    unit,  # factor of the results
     max_polls,
     SHAPE: tl.constexpr,  # see `split_merge.py`, as PARTS
     PARTS: tl.constexpr,
@@ -101,7 +102,7 @@ def latent_attention(
                 STAGES=STAGES,
             )
             result_0, result_1, result_2, result_3 = results
-            share = (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+            share = (unit / tl.where(total > 0, total, 1.0))[:, None]
             weight = top + tl.log2(total)
             # Read again, not kept during the loop, because its products take nearly all registers.
             row, start, stop, length, tiles = current_piece(
@@ -173,7 +174,8 @@ def attend_latents(
             ropes = (tokens + _CODES).to(tl.pointer_type(tl.bfloat16)) + rope
         else:
             ropes = tokens + 4 * _SLICE + rope
-        turned = tl.trans(tl.load(ropes, mask=mask, other=0.0, eviction_policy="evict_first"))
+        turned = tl.load(ropes, mask=mask, other=0.0, eviction_policy="evict_first")
+        turned = tl.trans(turned.to(lines_0.dtype))
         show_loads(HEIGHT)
         score = tl.dot(lines_rope, turned)
         if HEIGHT == _SHORT:
@@ -203,36 +205,43 @@ def attend_latents(
 
 @triton.jit
 def _latents(tokens, mask, number: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.constexpr):
-    """Load a slice of a tile's latents, `[TILE, 128]`. FP8 codes are multiplied by their scale."""
+    """Load a slice of a tile's latents, `[TILE, 128]`. FP8 codes are multiplied by their scale, unless all have the same."""
     column = tl.arange(0, _SLICE)[None, :]
     if not CODED:
         return tl.load(
             tokens + number * _SLICE + column, mask=mask, other=0.0, eviction_policy="evict_first"
-        )
+        ).to(DTYPE)
     codes = (tokens + number * _SLICE).to(tl.pointer_type(tl.float8e4nv)) + column
     scales = (tokens + 4 * _SLICE).to(tl.pointer_type(tl.float32)) + number
     values = tl.load(codes, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     return (values * tl.load(scales, mask=mask, other=0.0)).to(DTYPE)
 
 
-FRESH = ("cache", "scale")
+FRESH = ("cache", "scale", "unit")
 """Arguments of this kernel that differ from call to call; see `DirectLaunch`."""
 
 
-def score_factor(scale: float) -> float:
+def score_factor(scale: float, kv_scale: float) -> float:
     """The factor by which the kernel multiplies scores."""
-    return float(scale * LOG2E)
+    return float(scale * kv_scale * LOG2E)
+
+
+def _loop_of(batch: MlaCall) -> Any:
+    if not batch.words:
+        return attend_latents
+    return attend_latent_codes if batch.coded else attend_scaled_codes
 
 
 def own_arguments(batch: MlaCall) -> dict[str, Any]:
     """The arguments that only this kernel takes, by the names of its parameters."""
     return {
         "cache": batch.cache,
-        "scale": score_factor(batch.scale),
+        "scale": score_factor(batch.scale, batch.kv_scale),
+        "unit": float(batch.kv_scale),
         "PAGE": batch.cache.shape[1],
         "CACHE": batch.cache.stride()[:2],
         "CODED": batch.coded,
-        "ATTEND": attend_latent_codes if batch.words else attend_latents,
+        "ATTEND": _loop_of(batch),
     }
 
 

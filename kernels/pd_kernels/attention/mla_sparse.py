@@ -16,6 +16,7 @@ def sparse_mla_decode(
     counts: torch.Tensor,
     *,
     scale: float,
+    kv_scale: float = 1.0,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     return_partials: bool = False,
@@ -28,11 +29,12 @@ def sparse_mla_decode(
 
     Args:
         q: bfloat16 or float16 `[tokens, heads, 576]`, as in `mla_decode`.
-        cache: `[rows, 576]` of q's dtype, or uint8 `[rows, 656]` in FlashMLA's FP8 layout. A row is a token.
+        cache: `[rows, 576]` of q's dtype or float8_e4m3fn, or uint8 `[rows, 656]` in FlashMLA's FP8 layout. A row is a
+            token.
         slots: int32 `[tokens, top k]`, the rows that each query attends to. -1 marks a missing row, wherever it stands. A row that
             is named twice counts twice. Rows are not checked on the device.
         counts: int32 `[tokens]`, the number of slots that are read of each query, from the first on.
-        scale, out, return_lse, return_partials: as in `mla_decode`. The result of a query without rows is zero, and
+        scale, kv_scale, out, return_lse, return_partials: as in `mla_decode`. The result of a query without rows is zero, and
             its lse is -inf.
         plan: from `plan_sparse_mla_decode`, filled for these counts. By default, the call makes one.
 
@@ -63,6 +65,7 @@ def sparse_mla_decode(
         slots,
         counts,
         scale=scale,
+        kv_scale=kv_scale,
         causal=False,
         out=out,
         return_lse=return_lse,

@@ -100,7 +100,7 @@ def paged_decode(
         True
     """
     check_filled(plan, lengths)
-    check_factors(k_scale, v_scale)
+    check_factors(k_scale=k_scale, v_scale=v_scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dim = v_cache.shape[-1]
     numbers = [NO_MOD if mod is None else mod.number for mod in (score_mod, mask_mod)]

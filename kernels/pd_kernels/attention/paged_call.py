@@ -204,9 +204,9 @@ class PagedCall(DecodeCall):
         super().check_kernel()
 
 
-def check_factors(key_scale: object, value_scale: object) -> None:
+def check_factors(**factors: object) -> None:
     """Raise ValueError if a cache's scale is not a number: it would be applied along another axis."""
-    for name, factor in (("k_scale", key_scale), ("v_scale", value_scale)):
+    for name, factor in factors.items():
         if isinstance(factor, torch.Tensor):
             raise ValueError(
                 f"{name} is a tensor {list(factor.shape)}: must be one number for the whole cache. "

@@ -124,7 +124,8 @@ def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | 
             pages = pages[:length][pages[:length] >= 0]
             length = len(pages)
         tokens = read_pages(batch.cache, pages, length)
-        latents = (decoded_latents(tokens) if batch.coded else tokens.float())[:, None]
+        latents = decoded_latents(tokens) if batch.coded else tokens.float() * batch.kv_scale
+        latents = latents[:, None]
         result, sums = attend(
             batch.query[number],
             latents,

@@ -25,6 +25,7 @@ from pd_kernels.sglang.refusals import (
     SPARSE,
     draft_refusals,
     engine_refusals,
+    gpu_refusals,
     layer_refusals,
     refuse,
     verify_refusals,
@@ -310,6 +311,10 @@ class PagedBackend(DecodeBackend):
                 f"--kv-cache-dtype {self.pool.dtype}: must be that of the model, or fp8_e4m3"
             )
         dims, dtypes = (DIMS, _KERNEL_DTYPES) if on_gpu else ((), ())
+        if on_gpu:
+            sizes = {dim for layer in self.layers for dim in (layer.qk_head_dim, layer.v_head_dim)}
+            large = [f"head size {dim}" for dim in sorted(sizes) if dim > 256]
+            reasons += gpu_refusals(self.device, large, self.pool.dtype == FP8)
         for layer in self.layers:
             reasons += layer_refusals(layer, dims, self.dtype, dtypes)
             if layer.use_irope and self.chunk_tokens is not None:
@@ -386,8 +391,10 @@ class MlaBackend(DecodeBackend):
             reasons.append(
                 f"latents of {pool.kv_lora_rank} and {pool.qk_rope_head_dim} elements: must be {dims}"
             )
-        elif pool.dtype != self.dtype:
-            reasons.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model")
+        elif pool.dtype not in (self.dtype, FP8):
+            reasons.append(f"--kv-cache-dtype {pool.dtype}: must be that of the model, or fp8_e4m3")
+        if on_gpu:
+            reasons += gpu_refusals(self.device, ["MLA"], pool.dtype == FP8)
         if on_gpu and self.dtype not in _KERNEL_DTYPES:
             reasons.append(f"dtype {self.dtype}: must be one of {list(_KERNEL_DTYPES)}")
         # SGLang's own backend for prompts divides latents by these scales with any cache dtype.

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from pd_kernels.attention.decode_call import LARGE_MEMORY, LEAST_FP8
+
 NAME = "pd_kernels"
 """Our name for SGLang's `--decode-attention-backend`."""
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
@@ -116,6 +118,30 @@ def layer_refusals(
         reasons.append(f"soft cap by {layer.logit_capping_method}: only tanh")
     if layer.xai_temperature_len > 0:
         reasons.append("a temperature that grows with the length (xai_temperature_len)")
+    return reasons
+
+
+def gpu_refusals(device: Any, large: Sequence[str], fp8: bool) -> list[str]:
+    """The reasons why the kernels cannot run on a GPU.
+
+    Args:
+        device: the GPU.
+        large: what a model has that needs the shared memory of LARGE_MEMORY.
+        fp8: whether the cache is FP8.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    number = ".".join(map(str, capability))
+    reasons = []
+    if capability[0] not in LARGE_MEMORY:
+        reasons += [
+            f"{each} on compute capability {number}: needs the shared memory of 9.0 or 10.x"
+            for each in large
+        ]
+    if fp8 and capability < LEAST_FP8:
+        least = ".".join(map(str, LEAST_FP8))
+        reasons.append(
+            f"an FP8 cache on compute capability {number}: needs {least} (--kv-cache-dtype auto)"
+        )
     return reasons
 
 

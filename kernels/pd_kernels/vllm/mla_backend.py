@@ -20,7 +20,8 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from pd_kernels.attention import DecodePlan
 from pd_kernels.attention.mla import mla_decode, plan_mla_decode
-from pd_kernels.attention.mla_call import MAX_QUERIES
+from pd_kernels.attention.mla_call import CODED_BYTES, MAX_QUERIES
+from pd_kernels.attention.paged_call import FP8
 
 logger = init_logger("vllm.pd_kernels")
 
@@ -30,19 +31,26 @@ class MlaDecodes(MLACommonDecodeMetadata):
     """Metadata of the decodes of a batch.
 
     Attributes:
-        queries: new tokens of each request.
+        queries: new tokens of each request. In a ragged batch, the most that a decode may have: `padded` and `own`
+            bring the tokens into that form, and back.
         plan: the work partition, for all layers; None on a CPU.
     """
 
     queries: int
     plan: DecodePlan | None
+    padded: torch.Tensor | None = None
+    """In a ragged batch: the token of each query, int64 `[requests * queries]`. A request's tokens are its last
+    queries; those before them are any tokens, and nobody reads their results."""
+
+    own: torch.Tensor | None = None
+    """In a ragged batch: the query of each token, int64 `[tokens]`."""
 
 
 class MlaBuilder(MLACommonMetadataBuilder):
     """Makes the metadata of a step, and the plan of its decodes."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    query_len_support = QueryLenSupport.UNIFORM
+    query_len_support = QueryLenSupport.VARLEN
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -72,9 +80,14 @@ class MlaBuilder(MLACommonMetadataBuilder):
         max_query_len: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
     ) -> MlaDecodes:
-        queries = int(query_start_loc_cpu[1] - query_start_loc_cpu[0])
+        counts = query_start_loc_cpu.diff()
+        queries, padded, own = int(counts[0]), None, None
         # Requests that pad a batch for a CUDA graph may have no tokens.
-        requests = num_decode_tokens // queries
+        if bool(((counts == queries) | (counts == 0)).all()):
+            requests = num_decode_tokens // queries
+        else:
+            requests, queries = len(counts), self.reorder_batch_threshold
+            padded, own = _padded(query_start_loc_device, queries, num_decode_tokens)
         lengths = seq_lens_device[:requests]
         return MlaDecodes(
             block_table=block_table_tensor[:requests],
@@ -82,6 +95,8 @@ class MlaBuilder(MLACommonMetadataBuilder):
             dcp_tot_seq_lens=None,
             queries=queries,
             plan=self._plan(queries).fill(lengths) if self.device.type != "cpu" else None,
+            padded=padded,
+            own=own,
         )
 
     def _plan(self, queries: int) -> DecodePlan:
@@ -89,9 +104,12 @@ class MlaBuilder(MLACommonMetadataBuilder):
         and its address never changes."""
         if queries not in self._plans:
             scalar = torch.empty((), dtype=self.model_config.dtype, device=self.device)
+            cache = self._layer.kv_cache
+            if cache.dtype == torch.uint8 and cache.shape[-1] != CODED_BYTES:
+                cache = cache.view(FP8)  # as layers get it
             self._plans[queries] = plan_mla_decode(
                 scalar.expand(1, queries, self.num_heads, self.kv_cache_spec.head_size),
-                self._layer.kv_cache,  # the choice of a kernel depends on its strides and alignment
+                cache,  # the choice of a kernel depends on its strides and alignment
                 max_batch=self._batch,
             )
         return self._plans[queries]
@@ -113,13 +131,26 @@ class MlaImpl(MLACommonImpl):
     ) -> tuple[torch.Tensor, None]:
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         decodes = attn_metadata.decode
-        grouped = query.view(-1, decodes.queries, *query.shape[1:])
+        lines = query if decodes.padded is None else query[decodes.padded]
+        grouped = lines.view(-1, decodes.queries, *lines.shape[1:])
+        coded = kv_c_and_k_pe_cache.dtype == FP8
         out = mla_decode(
             grouped,
             kv_c_and_k_pe_cache,
             decodes.block_table,
             decodes.seq_lens,
             scale=self.scale,
+            kv_scale=layer._k_scale_float if coded else 1.0,
             plan=decodes.plan,
-        )
-        return out.view(*query.shape[:2], -1), None
+        ).view(*lines.shape[:2], -1)
+        return out if decodes.own is None else out[decodes.own], None
+
+
+def _padded(starts: torch.Tensor, queries: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`MlaDecodes.padded` and `own`. `starts`: where the tokens of each request begin, and where the last ones end."""
+    ends = starts[1:].long()
+    behind = torch.arange(queries, 0, -1, device=starts.device)
+    padded = (ends[:, None] - behind).clamp(min=0).flatten()
+    token = torch.arange(tokens, device=starts.device)
+    request = torch.bucketize(token, ends, right=True)
+    return padded, (request + 1) * queries - (ends[request] - token)

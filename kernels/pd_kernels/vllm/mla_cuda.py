@@ -11,32 +11,43 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
+from pd_kernels.attention.decode_call import LARGE_MEMORY
 from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.vllm.mla_backend import MlaBuilder, MlaImpl
 from pd_kernels.vllm.plugin import MLA_VARIABLE
+from pd_kernels.vllm.refusals import FP8_NAMES
 
-CAPABILITIES = (9, 10)
-"""Major compute capabilities whose multiprocessors have the shared memory."""
+CODED = "fp8_ds_mla"
+"""vLLM's name of FlashMLA's FP8 layout, 656 bytes a token."""
 
 
-def refusal(backend: str, kernel: str, reasons: Sequence[str], capability: Any) -> str | None:
-    """What vLLM prints if a backend cannot be selected; None if it can.
+class StandIn:
+    """A backend in the place of one of vLLM's. What vLLM prints if it cannot be selected ends with the way out."""
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **named: Any) -> list[str]:
+        reasons: list[str] = super().validate_configuration(*args, **named)  # type: ignore[misc]
+        if reasons:
+            name = cls.get_name()  # type: ignore[attr-defined]
+            reasons.append(f"unset {MLA_VARIABLE} to have vLLM's own {name}")
+        return reasons
+
+
+def refusal(kernel: str, reasons: Sequence[str], capability: Any) -> str | None:
+    """What `supports_combination` has against a backend; None if nothing.
 
     Args:
-        backend: vLLM's name of it.
         kernel: the function that decodes.
         reasons: what is against it besides the GPU.
         capability: of the GPU, if vLLM knows one.
     """
     every = list(reasons)
-    if capability is not None and capability.major not in CAPABILITIES:
+    if capability is not None and capability.major not in LARGE_MEMORY:
         every.append(
             f"compute capability {capability.major}.{capability.minor}: {kernel} needs "
             "148 KiB of shared memory and runs on 9.0 and 10.x"
         )
-    if not every:
-        return None
-    return f"{'; '.join(every)}. Unset {MLA_VARIABLE} to have vLLM's own {backend}"
+    return "; ".join(every) or None
 
 
 class MlaImplCuda(MlaImpl, TritonMLAImpl):
@@ -44,11 +55,11 @@ class MlaImplCuda(MlaImpl, TritonMLAImpl):
     support."""
 
 
-class TritonMla(MLACommonBackend):
+class TritonMla(StandIn, MLACommonBackend):
     """TRITON_MLA with our decodes."""
 
     supported_dtypes = (torch.float16, torch.bfloat16)
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", *FP8_NAMES, CODED)
 
     @staticmethod
     def get_name() -> str:
@@ -86,9 +97,14 @@ class TritonMla(MLACommonBackend):
         device_capability: Any,
     ) -> str | None:
         reasons = []
-        if kv_cache_dtype not in (None, "auto", str(dtype).removeprefix("torch.")):
-            reasons.append(f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype})")
-        return refusal(cls.get_name(), "mla_decode", reasons, device_capability)
+        same = (None, "auto", str(dtype).removeprefix("torch."))
+        if kv_cache_dtype not in (*same, *FP8_NAMES, CODED):
+            reasons.append(
+                f"cache dtype {kv_cache_dtype}: must be that of the model ({dtype}), fp8_e4m3 or {CODED}"
+            )
+        if kv_cache_dtype == CODED and dtype != torch.bfloat16:
+            reasons.append(f"model dtype {dtype}: must be bfloat16 for a cache of {CODED}")
+        return refusal("mla_decode", reasons, device_capability)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:

@@ -26,13 +26,10 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
 from pd_kernels.attention import DecodePlan
 from pd_kernels.attention.mla_call import LATENT, ROPE
 from pd_kernels.attention.mla_sparse import plan_sparse_mla_decode, sparse_mla_decode
-from pd_kernels.vllm.mla_cuda import refusal
+from pd_kernels.vllm.mla_cuda import CODED, StandIn, refusal
 from pd_kernels.vllm.plugin import MLA_VARIABLE
 
 logger = init_logger("vllm.pd_kernels")
-
-CODED = "fp8_ds_mla"
-"""vLLM's name of FlashMLA's FP8 layout, 656 bytes a token."""
 
 ALIASES = ("fp8", "fp8_e4m3")
 """Names that vLLM takes for CODED if the backend is FLASHMLA_SPARSE."""
@@ -185,7 +182,7 @@ class SparseMlaImpl(SparseMLACommonImpl[SparseMlaMetadata]):
         return slots, counts
 
 
-class FlashMlaSparse(AttentionBackend):
+class FlashMlaSparse(StandIn, AttentionBackend):
     """FLASHMLA_SPARSE with our kernel."""
 
     supported_dtypes = (torch.bfloat16, torch.float16)
@@ -246,7 +243,7 @@ class FlashMlaSparse(AttentionBackend):
             )
         if kv_cache_dtype in coded and dtype != torch.bfloat16:
             reasons.append(f"model dtype {dtype}: must be bfloat16 for a cache of {CODED}")
-        return refusal(cls.get_name(), "sparse_mla_decode", reasons, device_capability)
+        return refusal("sparse_mla_decode", reasons, device_capability)
 
 
 class FlashAttnMlaSparse(FlashMlaSparse):

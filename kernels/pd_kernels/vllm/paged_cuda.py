@@ -14,8 +14,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from pd_kernels.attention.decode_call import LARGE_MEMORY
 from pd_kernels.attention.paged_call import DIMS
-from pd_kernels.vllm.mla_cuda import CAPABILITIES
 from pd_kernels.vllm.paged_backend import PagedImpl, Supported
 from pd_kernels.vllm.paged_builder import PagedBuilder
 from pd_kernels.vllm.refusals import LayerOptions, refusals
@@ -80,7 +80,7 @@ class PagedFlash(FlashAttentionBackend):
     ) -> str | None:
         reasons = refusals(LayerOptions(head_size, dtype, kv_cache_dtype), DIMS, DTYPES)
         capability = device_capability
-        if head_size > 256 and capability is not None and capability.major not in CAPABILITIES:
+        if head_size > 256 and capability is not None and capability.major not in LARGE_MEMORY:
             reasons.append(
                 f"head size {head_size} on compute capability {capability.major}.{capability.minor}: needs "
                 "the shared memory of 9.0 or 10.x"

@@ -116,10 +116,15 @@ class _OnHopper(MlaCall):
 
 
 def mla_call(
-    heads: int, queries: int = 1, page: int = 64, coded: bool = False, gluon: bool = False
+    heads: int,
+    queries: int = 1,
+    page: int = 64,
+    coded: bool = False,
+    gluon: bool = False,
+    dtype: torch.dtype = BF16,
 ) -> Launched:
-    """Launch `mla_decode`; `coded` with FP8 latents, `gluon` with the Gluon kernel."""
-    latents = torch.zeros(4, page, 576, dtype=BF16)
+    """Launch `mla_decode` with latents of `dtype`; `coded` in FlashMLA's FP8 layout, `gluon` with the Gluon kernel."""
+    latents = torch.zeros(4, page, 576).to(dtype)
     if coded:
         latents = torch.zeros(4, page, CODED_BYTES, dtype=torch.uint8)
     query = torch.zeros(2, queries, heads, 576, dtype=BF16)
@@ -130,5 +135,5 @@ def mla_call(
     out, lse = torch.zeros(2, queries, heads, 512, dtype=BF16), torch.zeros(2, queries, heads)
     (launch_mla_gluon if gluon else launch_mla)(batch, out, lse, plan.tensors)
     # Scales are not read 16 bytes at a time.
-    width = 640 if coded else 2 * 576
+    width = 640 if coded else 576 * dtype.itemsize
     return Launched(batch.config.tile * width, batch.config.programs)
