@@ -68,10 +68,10 @@ def uniform(bounds: Bounds) -> list[Mix]:
             its = device_of(kind)
             number = sum(node.gpus // gpus for node in inventory.nodes if node.device == its)
             if cost and left < inf:
-                number = min(number, int(left / cost * (1 + 1e-9)))
+                number = min(number, int(left / cost))
                 left -= number * cost
             counts[kind, Role.WHOLE] = number
         mix = mix_of(counts)
         if mix and fits(mix, inventory):
             mixes.append(mix)
-    return mixes
+    return list(dict.fromkeys(mixes))  # a budget may leave nothing for a device

@@ -32,7 +32,7 @@ ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 GPUS, CORES = "CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND"
 """Variables that bind an engine, as commands begin with them."""
 _CPU_SERVER = ("python", "-m", "vllm.entrypoints.openai.api_server")
-_END_ALL = "trap 'kill $engines ${!-} || :; wait' HUP INT TERM"
+_END_ALL = "trap 'kill $engines ${!-} || :; wait; exit 143' HUP INT TERM"
 """Shells start commands in the background with Ctrl-C ignored: engines would outlive the script. `$!` is an engine that is
 not listed yet."""
 _SCHEDULER = "scheduler_plugins.vllm.PrefixAwareScheduler"

@@ -125,8 +125,8 @@ class Inventory:
 
     @property
     def most_cost(self) -> float:
-        """The budget; infinite if there is none."""
-        return self.budget.watts or self.budget.price_per_h or inf
+        """The budget, with room for the rounding of sums; infinite if there is none."""
+        return (self.budget.watts or self.budget.price_per_h or inf) * (1 + 1e-9)
 
     @property
     def binds(self) -> bool:

@@ -56,7 +56,7 @@ def fits(mix: Mix, inventory: Inventory) -> bool:
     roles = {role for _, role, _ in mix}
     return (
         all(used[device] <= inventory.gpus(device) for device in used)
-        and cost_of(mix, inventory) <= inventory.most_cost * (1 + 1e-9)
+        and cost_of(mix, inventory) <= inventory.most_cost
         and (roles == {Role.WHOLE} or roles == {Role.PREFILL, Role.DECODE})
     )
 

@@ -190,7 +190,8 @@ class _Open:
     def twice(self, scalar: str | None) -> bool:
         """Count a node, and say whether it is a key that was there before. `scalar`: its text, if it is one."""
         self.nodes += 1
-        if not self.mapping or self.nodes % 2 == 0 or scalar is None:
+        # YAML merges what each `<<` names.
+        if not self.mapping or self.nodes % 2 == 0 or scalar in (None, "<<"):
             return False
         size = len(self.keys)
         self.keys.add(scalar)

@@ -48,13 +48,13 @@ engines=$!
 pd-router serve --config out/router.yaml > log-router 2>&1 &
 router=$!
 for port in 8100 8101 8000; do
-    curl -sf -o health-$port --retry 600 --retry-delay 1 --retry-connrefused http://127.0.0.1:$port/health
+    curl --noproxy "*" -sf -o health-$port --retry 600 --retry-delay 1 --retry-connrefused http://127.0.0.1:$port/health
 done
 ask() {
-    curl -sf -o $2 http://127.0.0.1:$1/v1/completions -H 'Content-Type: application/json' -d @asked-$2
+    curl --noproxy "*" -sf -o $2 http://127.0.0.1:$1/v1/completions -H 'Content-Type: application/json' -d @asked-$2
 }
 handed_over() {
-    curl -sf http://127.0.0.1:{DECODE}/metrics | grep '^pd_connector:handoffs_total.*cause="handed_over"' || :
+    curl --noproxy "*" -sf http://127.0.0.1:{DECODE}/metrics | grep '^pd_connector:handoffs_total.*cause="handed_over"' || :
 }
 ask {DECODE} alone
 for pair in asked-pair-*; do
@@ -63,6 +63,7 @@ for pair in asked-pair-*; do
     [ "$(handed_over)" = "$before" ] || { cp ${pair#asked-} pair; break; }
     sleep 1
 done
+[ -e pair ]
 kill $engines $router
 wait $engines || :
 wait $router || :

@@ -34,7 +34,7 @@ mount --bind meminfo {node}
 ip link set lo up
 for terminal in terminal-*; do bash -e $terminal > log-$terminal 2>&1 & done
 for port in {ports}; do
-    curl -sf -o answer --retry 600 --retry-delay 1 --retry-connrefused http://127.0.0.1:$port/health
+    curl --noproxy "*" -sf -o answer --retry 600 --retry-delay 1 --retry-connrefused http://127.0.0.1:$port/health
 done
 touch ready
 mkdir -p home

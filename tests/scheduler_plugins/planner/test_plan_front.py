@@ -66,6 +66,14 @@ def test_no_mix_beats_the_front_and_the_front_fits(tmp_path: Path, budget: str) 
         assert len(every) < len(every_mix(stock(tmp_path))), "the budget takes some"
 
 
+def test_a_budget_of_three_engines_buys_three(tmp_path: Path) -> None:
+    """2.6 + 2.6 + 2.6 is a little more than 7.8."""
+    text = "nodes:\n  - {name: a, device: H100, gpus: 8}\n"
+    text += "devices:\n  H100: {price_per_h: 2.6}\nbudget: {price_per_h: 7.8}\n"
+    inventory = stock(tmp_path, text)
+    assert max(sum(n for *_, n in mix) for mix in front(Bounds(inventory, LOAD))) == 3
+
+
 @pytest.mark.parametrize(
     ("budget", "found"),
     [

@@ -27,6 +27,7 @@ def test_a_key_that_is_there_twice_is_named(text: str, said: str) -> None:
     "text",
     [
         "a: a\nb: a\nc: [a, a, {a: 1}]\n",
+        "a: &one {b: 1}\nc: &two {d: 2}\ne:\n  <<: *one\n  <<: *two\n",
         "a: {a: {a: 1}}\nb: {a: 1}\n",
         "a: &x {a: 1}\nb: *x\nc: *x\n",
     ],

@@ -253,16 +253,17 @@ def _warm_up(
     The first ones are compared, and an engine's first steps are slow. Refused ones do not matter.
     """
     decode = [engine for engine in engines if not engine.engine.alone]
-    for number in range(1, WARM_UP + 1):
+    own = [engine.client for engine in engines if not decode for _ in range(2)]
+    for client in own or [router.client] * WARM_UP:
         prompt = "".join(random.choices(_LETTERS, k=PROMPT))
-        completion_rate(router.client, model, [TimedRequest(0.0, prompt, ANSWER)], at_once=1)
-        if not decode and number >= 2 * len(engines):
-            return
+        completion_rate(client, model, [TimedRequest(0.0, prompt, ANSWER)], at_once=1)
         if any(
             each.metrics().total("pd_connector:handoffs_total", cause="handed_over")
             for each in decode
         ):
             return
+    if own:
+        return
     raise BenchError(
         f"none of {WARM_UP} requests was handed over; the decode engine's log says why"
     )
