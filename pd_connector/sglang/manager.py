@@ -60,6 +60,7 @@ class Manager(BaseKVManager):
     Attributes:
         rank: what the rank's requests share.
         agent: agent of this rank.
+        cache: the cache whose KV the agent moves.
         weights: watches the model's weights.
         prefill_info_table: prefill engines by address, in SGLang's terms: it looks there whether an
             engine is known, and how many data-parallel ranks it has.
@@ -67,6 +68,7 @@ class Manager(BaseKVManager):
 
     rank: Rank
     agent: Agent
+    cache: PagedCache
     weights: SGLangWeights
     supports_role_switch = True  # SGLang asks before `/pd_role_switch`
 
@@ -116,6 +118,7 @@ class Manager(BaseKVManager):
             draft=self._drafts.cache if self._drafts else None,
         )
         check_described(self.kv_args, cache.geometry)
+        self.cache = cache
         self._start_agent(cache, parallel)
         self._make_rank(queue, cache, parallel)
         if self._server_args.enable_metrics:

@@ -36,7 +36,7 @@ from pd_connector.pool.stored import gathered_bytes
 from pd_connector.protocol.consuming.incoming import Finished
 from pd_connector.sglang.hooks import manager_of
 from pd_connector.sglang.pool_chunks import HeldChunk, arranged, planned
-from pd_connector.sglang.pool_prompts import PoolPrompt, chunks_of, salt_of
+from pd_connector.sglang.pool_prompts import Apart, PoolPrompt, chunks_of, salt_of
 from pd_connector.sglang.pool_rank import PoolRank
 from pd_connector.sglang.pool_settings import check_linker, pool_config
 
@@ -131,7 +131,7 @@ class PoolLinker(UnifiedCacheLinker):
 
     def _arrived(self, req: Any) -> None:
         rank = self._rank
-        if rank is None or not rank.reads(req) or (apart := rank.apart(req)) is None:
+        if rank is None or not rank.reads(req):
             return
         tokens = array("q", req.origin_input_ids)
         tokens.extend(req.output_ids)
@@ -139,7 +139,10 @@ class PoolLinker(UnifiedCacheLinker):
         if len(usable) < CHUNK_TOKENS:
             return
         computed = self._computed(usable, req)
-        rank.prompts.begin(req.rid, usable, apart, computed, rank.model, rank.facts)
+        # This rank alone may not know the adapter. The ranks wait for each other in `scheduling`.
+        apart = rank.apart(req)
+        model = b"" if apart is None else rank.model
+        rank.prompts.begin(req.rid, usable, apart or Apart(""), computed, model, rank.facts)
 
     def _computed(self, tokens: "array[int]", req: Any) -> int:
         """Tokens that SGLang's cache has already."""
@@ -282,6 +285,7 @@ class PoolLinker(UnifiedCacheLinker):
         assert prompt is not None
         assert self._rank is not None
         self._rank.prompts.take(prompt, load.held)
+        self._rank.holds(load.held)
         self._queued[rid] = load
         return True
 
@@ -391,7 +395,7 @@ class PoolLinker(UnifiedCacheLinker):
         numbers = range(before // CHUNK_TOKENS, len(slots) // CHUNK_TOKENS)
         if not numbers:
             return []
-        apart = rank.apart(req)
+        apart = rank.apart(req) if rank.takes(req) else None
         if not model or apart is None:
             offload.stored = False
             return []

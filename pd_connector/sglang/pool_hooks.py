@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from pd_connector.config import CONFIG_VARIABLE
+from pd_connector.errors import ConfigError
 from pd_connector.pool.advertised import ENGINE_VARIABLE
 from pd_connector.sglang.pool_settings import OPTIONS, check_arguments, uses_pool
 
@@ -37,6 +39,11 @@ def scheduler_made(original: Callable[..., Any], scheduler: Any, *args: Any, **o
     result = original(scheduler, *args, **options)
     if (linker := _of(scheduler)) is not None:
         linker.attach(scheduler)
+    elif uses_pool():
+        raise ConfigError(
+            f"the config key `pool` in {CONFIG_VARIABLE}: SGLang has made a cache of type {type(scheduler.tree_cache).__name__} "
+            "without an external linker for these arguments; leave out the key, or the arguments of the cache"
+        )
     return result
 
 

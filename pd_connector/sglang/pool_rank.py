@@ -4,7 +4,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -16,12 +16,12 @@ from pd_connector.agent.pool_side import accelerator
 from pd_connector.codec import COMPILER
 from pd_connector.config import Config
 from pd_connector.errors import PDConnectorError
-from pd_connector.kv.coding import RAW
+from pd_connector.kv.coding import RAW, coarsest
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.advertised import ENGINE_VARIABLE, AdvertisedEngine
 from pd_connector.pool.ask import PoolAsk, read_ask
-from pd_connector.pool.codecs import pool_codecs
+from pd_connector.pool.codecs import AT_REST, pool_codecs
 from pd_connector.pool.host import open_pool
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
 from pd_connector.pool.loader import Loader
@@ -40,7 +40,7 @@ from pd_connector.sglang.model import (
     loaded_weights,
     model_facts,
 )
-from pd_connector.sglang.pool_chunks import HeldChunks
+from pd_connector.sglang.pool_chunks import HeldChunk, HeldChunks
 from pd_connector.sglang.pool_prompts import Apart, PoolPrompts, chunks_of, salt_of
 from pd_connector.sglang.pool_settings import check_kv_pool, check_model
 from pd_connector.sglang.pool_thread import PoolThread
@@ -102,6 +102,7 @@ class PoolRank:
         metrics: makes the object that exports these counts; None: they are not exported here.
         telemetry: the counts, if another object exports them.
         adapters: the adapters that the rank has loaded; None for none.
+        handoffs: the cache from which the rank hands KV over; None if it does not.
     """
 
     def __init__(
@@ -116,13 +117,22 @@ class PoolRank:
         metrics: Callable[[Telemetry], Metrics] | None = None,
         telemetry: Telemetry | None = None,
         adapters: Adapters | None = None,
+        handoffs: PagedCache | None = None,
     ) -> None:
+        codecs = pool_codecs(config, consumes=rank.consumes)
+        if settings.write and codecs.passed not in AT_REST:
+            settings = settings._replace(write=False)
+            logger.warning(
+                "pool: this engine does not save: it takes KV in %s, whose error is too large to keep that KV for other "
+                "engines (config key codec: one of %s)",
+                codecs.passed,
+                ", ".join(AT_REST),
+            )
         self._store, self._settings = store, settings
-        self._adapters = adapters
+        self._adapters, self._handoffs = adapters, handoffs
         self._loads = settings.read and not rank.consumes
         self._engine_id, self._leads = rank.engine_id, rank.leads
         self.loads, saves = rank.caches
-        codecs = pool_codecs(config, consumes=rank.consumes)
         if self.loads.on_host and any(codec != RAW.name for codec in codecs.readable):
             COMPILER.begin()
         self.telemetry = telemetry or Telemetry()
@@ -220,7 +230,9 @@ class PoolRank:
         shows = metrics if scheduler.server_args.enable_metrics and manager is None else None
         telemetry = manager.agent.telemetry if manager is not None else None
         adapters = Adapters(scheduler.tp_worker.model_runner)
-        made = cls(rank, config, *opened, facts, watch, ended, shows, telemetry, adapters)
+        handoffs = manager.cache if manager is not None else None
+        beside = telemetry, adapters, handoffs
+        made = cls(rank, config, *opened, facts, watch, ended, shows, *beside)
         settings = opened[1]
         logger.info(
             "PDConnector's pool ready: engine %s, %s, reads %s, writes %s",
@@ -265,6 +277,13 @@ class PoolRank:
         """The weights have changed, or will."""
         self._changes = self.watch.changes
         self.prompts.forget()
+
+    def holds(self, chunks: Iterable[HeldChunk]) -> None:
+        """KV of these chunks comes into pages: what is handed over from now on may depend on it, and names their codecs."""
+        if self._handoffs is not None:
+            parts = (part for chunk in chunks if chunk.ready for part in chunk.ready.read.parts)
+            codecs = (part.codec for part in parts)
+            self._handoffs.passed = coarsest((self._handoffs.passed, *codecs))
 
     def loaded(self, hits: Sequence[Found]) -> None:
         """Chunks were copied into pages."""
@@ -311,11 +330,12 @@ class PoolRank:
             ask = msgspec.structs.replace(ask, tenant="")
         return ask
 
+    def takes(self, req: Any) -> bool:
+        """Whether tokens and adapter say what a request's KV is. The same on all ranks."""
+        return not any(getattr(req, name, None) is not None for name in _BESIDE_TOKENS)
+
     def apart(self, req: Any) -> Apart | None:
-        """The parts of chunk keys that differ between requests with the same tokens. None: the request's KV also
-        depends on something else than its tokens and adapter."""
-        if any(getattr(req, name, None) is not None for name in _BESIDE_TOKENS):
-            return None
+        """What keeps a request's chunks apart from others. None: this rank does not know its adapter's content."""
         salt = salt_of(req.cache_salt, req.extra_key, req.lora_id)
         if req.lora_id is None:
             return Apart(salt)
@@ -327,7 +347,7 @@ class PoolRank:
 
     def reads(self, req: Any) -> bool:
         """Whether chunks of the pool are used for a request. The same on all ranks."""
-        return self._loads and self.ask(req).read
+        return self._loads and self.takes(req) and self.ask(req).read
 
     @property
     def saves(self) -> bool:
@@ -345,7 +365,9 @@ class PoolRank:
     def over(self, req: Any) -> None:
         """A request has ended: pin the chunks of its prompt for the time that its client has chosen."""
         ask, model = self.ask(req), self.model
-        if not ask.pin_s or not self._leads or not model or (apart := self.apart(req)) is None:
+        if not ask.pin_s or not self._leads or not model or not self.takes(req):
+            return
+        if (apart := self.apart(req)) is None:
             return
         keys = [chunk.key for chunk in chunks_of(model, req.origin_input_ids, apart)]
         tenants = 1 + len(self._settings.tenants)

@@ -48,6 +48,7 @@ _WANTED: dict[str, tuple[Any, ...]] = {
     "enable_lmcache": (False,),
     "enable_flexkv": (False,),
     "disable_radix_cache": (False,),
+    "disaggregation_decode_retraction_backup": (None, "cpu_tensor", "none"),
     "radix_cache_backend": (None,),
     "enable_unified_memory": (False,),
     "enable_kv_cache_sharding": (False,),

@@ -108,7 +108,10 @@ class Streaming:
             return
         # The step's prefixes may be loaded meanwhile (KV pool, HiCache). The layer's attention waits for them, but only after
         # this write.
-        if (loads := self._pool.layer_transfer_counter) is not None:
-            loads.wait_until(layer.layer_id - self._pool.start_layer)
+        place = (
+            layer.layer_id - self._pool.start_layer
+        )  # below 0: an inner pool's own number; nothing is told then
+        if place >= 0 and (loads := self._pool.layer_transfer_counter) is not None:
+            loads.wait_until(place)
         for step in self._step:
             self._rank.agent.submit(step._replace(stop_layer=layer.layer_id + 1))

@@ -106,6 +106,8 @@ class Engine:
         latent: bool = False,
         consumes: bool = False,
         adapters: Any = None,
+        config: Config | None = None,
+        handoffs: Any = None,
     ) -> None:
         self.page_size, self.error = page_size, error
         heads = HEADS // rank[1]
@@ -159,13 +161,14 @@ class Engine:
                 leads=rank[0] == 0,
                 consumes=consumes,
             ),
-            Config(audit=audit, pool=True),  # type: ignore[arg-type]
+            config or Config(audit=audit, pool=True),  # type: ignore[arg-type]
             store,
             settings,
             facts,
             self.watch.made,  # type: ignore[arg-type]
             self.linker._ended,
             adapters=adapters,
+            handoffs=handoffs,
         )
         self.linker._rank, self.linker._cache = self.rank, self.tree
         if reduce is not None:

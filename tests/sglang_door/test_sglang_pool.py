@@ -167,6 +167,39 @@ def test_unlike_requests_share_nothing(make: Make, store: LocalStore, what: str)
         assert reader.ask(prompt(300)) == 256, "control"
 
 
+def test_what_is_handed_over_after_a_load_names_the_codec_of_its_chunks(
+    make: Make, store: LocalStore
+) -> None:
+    """KV that is computed behind rounded chunks is not exact: a decode engine that permits only `raw` refuses it."""
+    int8 = Config(audit="off", pool={"codec": "int8"})
+    make(config=int8).ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    make().ask(prompt(300, 2))
+    until(lambda: stored(store) == 4)
+    handoffs = SimpleNamespace(passed="raw")
+    prefill = make(config=int8, write=False, handoffs=handoffs)
+    for seed, passed in ((2, "raw"), (1, "int8"), (2, "int8")):
+        req = prefill.request(prompt(300, seed))
+        prefill.arrive(req)
+        prefill.wait(req)
+        assert len(prefill.load(req)) == 256
+        assert handoffs.passed == passed
+        prefill.scheduler.waiting_queue.clear()
+        prefill.flush()
+
+
+def test_a_decode_engine_saves_nothing_that_came_in_a_coarse_codec(
+    make: Make, store: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    for codec, saves in (("fp8_e4m3", False), ("int8", True)):
+        engine = make(config=Config(audit="off", pool=True, codec=codec), consumes=True)  # type: ignore[arg-type]
+        assert engine.rank.saves == saves
+        assert ("this engine does not save" in caplog.text) != saves
+        engine.compute(engine.request(prompt(300)))
+        caplog.clear()
+    until(lambda: stored(store) == 2)
+
+
 class _Loaded:
     """Adapters by SGLang's id."""
 
@@ -495,6 +528,47 @@ def test_after_a_change_of_weights_nothing_of_before_is_loaded_or_saved(
     assert reader.ask(prompt(300)) == 256, "its own, of the new weights"
 
 
+def loaded_by(halves: list[Engine], tokens: list[int], **more: Any) -> list[int]:
+    """The tokens of a request that each of two ranks has loaded. They wait for each other, as SGLang's do."""
+    loaded = [-1, -1]
+
+    def run(number: int) -> None:
+        half = halves[number]
+        req = half.request(tokens, **more)
+        half.arrive(req)
+        while req not in half.schedulable():
+            time.sleep(0.005)
+        slots = half.load(req)
+        half.check(tokens, slots)
+        loaded[number] = len(slots)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    return loaded
+
+
+def test_ranks_agree_where_one_does_not_know_an_adapter(make: Make, store: LocalStore) -> None:
+    """Each rank reads an adapter's files by itself, and can find them changed. A rank without the prompt would not meet the
+    other one, which waits for it."""
+    make(adapters=_Loaded(a="content")).ask(prompt(300), lora_id="a")
+    until(lambda: stored(store) == 2)
+    ranks, contents = Ranks(), ({"a": "content"}, {})
+    halves = [
+        make(rank=(n, 2), reduce=ranks.reduce(n), write=False, adapters=_Loaded(**contents[n]))
+        for n in (0, 1)
+    ]
+    assert loaded_by(halves, prompt(300), lora_id="a") == [0, 0]
+    ranks = Ranks()
+    halves = [
+        make(rank=(n, 2), reduce=ranks.reduce(n), write=False, adapters=_Loaded(a="content"))
+        for n in (0, 1)
+    ]
+    assert loaded_by(halves, prompt(300), lora_id="a") == [256, 256], "control"
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_ranks_load_what_all_of_them_hold(
     make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch, slow: bool
@@ -516,24 +590,7 @@ def test_ranks_load_what_all_of_them_hold(
         return read(chunk, *args)
 
     monkeypatch.setattr(loader, "read", reads)
-    loaded: dict[int, int] = {}
-
-    def run(number: int) -> None:
-        half = halves[number]
-        req = half.request(prompt(700))
-        half.arrive(req)
-        while req not in half.schedulable():
-            time.sleep(0.005)
-        slots = half.load(req)
-        half.check(prompt(700), slots)
-        loaded[number] = len(slots)
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert loaded == ({0: 640, 1: 640} if slow else {0: 384, 1: 384})
+    assert loaded_by(halves, prompt(700)) == ([640, 640] if slow else [384, 384])
 
 
 def test_two_ranks_save_and_one_loads(make: Make, store: LocalStore) -> None:
