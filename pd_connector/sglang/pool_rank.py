@@ -231,8 +231,7 @@ class PoolRank:
         telemetry = manager.agent.telemetry if manager is not None else None
         adapters = Adapters(scheduler.tp_worker.model_runner)
         handoffs = manager.cache if manager is not None else None
-        beside = telemetry, adapters, handoffs
-        made = cls(rank, config, *opened, facts, watch, ended, shows, *beside)
+        made = cls(rank, config, *opened, facts, watch, ended, shows, telemetry, adapters, handoffs)
         settings = opened[1]
         logger.info(
             "PDConnector's pool ready: engine %s, %s, reads %s, writes %s",
