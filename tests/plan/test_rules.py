@@ -129,6 +129,18 @@ def test_the_constant_for_models_with_states_shows_in_the_plans() -> None:
     assert digest_of(other) == DIGESTS[2]
 
 
+@pytest.mark.parametrize(("schema", "edges"), [(1, (0, 128, 256, 512)), (2, (0, 192, 384, 576))])
+def test_pieces_are_whole_pages_of_any_size_from_schema_2_on(
+    schema: int, edges: tuple[int, ...]
+) -> None:
+    """The digests have page sizes that divide 128, for which both are the same."""
+    group = Group("attention", (0,), 8, 128, 128, 96, 0, "bfloat16", "HND", True)
+    geometry = Geometry(Shard(0, 1, 0, 1), (group,))
+    paths = routes(geometry, geometry, CODECS, ("raw",), RULES[schema])
+    chunks = plan(paths, 0, 3499, chunk_limit(paths, 3499, 16 << 20, None))
+    assert tuple(chunk.first_token for chunk in chunks[:4]) == edges
+
+
 @pytest.mark.parametrize(
     "name",
     sorted({*PlanRules.__dataclass_fields__} - {"spare_bytes_beside_states", "whole_pieces"}),

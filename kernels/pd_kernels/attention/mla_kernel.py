@@ -64,7 +64,7 @@ def latent_attention(
     QUERY: tl.constexpr,  # strides of query, head
     CACHE: tl.constexpr,  # strides of page, token
     CODED: tl.constexpr,  # FlashMLA's FP8 layout
-    ATTEND: tl.constexpr,  # the loop over tiles: `attend_latents` or `attend_latent_codes`
+    ATTEND: tl.constexpr,  # the loop over tiles (`_loop_of`)
     STAGES: tl.constexpr,
     WORK: tl.constexpr,  # attend
     MERGE: tl.constexpr,  # merge split rows

@@ -134,7 +134,7 @@ def gpu_refusals(device: Any, large: Sequence[str], fp8: bool) -> list[str]:
     reasons = []
     if capability[0] not in LARGE_MEMORY:
         reasons += [
-            f"{each} on compute capability {number}: needs the shared memory of 9.0 or 10.x"
+            f"{each} on compute capability {number}: runs on 9.0 and 10.x, whose shared memory is large enough"
             for each in large
         ]
     if fp8 and capability < LEAST_FP8:

@@ -79,8 +79,7 @@ class TritonMla(StandIn, MLACommonBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: all decodes must have the number of new tokens that the host knows for the first
-        decode."""
+        """False: `_build_decode` looks at the host's numbers of new tokens to see whether a batch is ragged."""
         return False
 
     @classmethod

@@ -4,7 +4,7 @@
 Schema history. A peer whose schema is one back is accepted:
     1  the first that was released, and so the first that is kept
     2  states by section, context parallelism, several tokens an entry (`Geometry.needs_schema`). All that schema 1
-       can say has the same bytes and the same plan
+       can say has the same bytes, and the same plan if page sizes divide 128 (`PlanRules.whole_pieces`)
 
 Within a schema a struct can gain fields at its end, with defaults. Any other change is a new schema. The schema also covers
 what both sides compute separately and must compute alike: the routes of a pair, its plan, and the bytes of a payload.
