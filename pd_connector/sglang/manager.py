@@ -134,7 +134,7 @@ class Manager(BaseKVManager):
             cache.geometry,
         )
         if self._produces:
-            self._attach_prefill()
+            self._attach_prefill(pool)
         else:
             self._attach_decode(queue)
 
@@ -166,11 +166,11 @@ class Manager(BaseKVManager):
             draft_vocabulary=self._drafts.vocabulary if self._drafts else 0,
         )
 
-    def _attach_prefill(self) -> None:
+    def _attach_prefill(self, pool: Any) -> None:
         if self.rank.offers_early:
             # The draft model's layers are computed after the model's own, which alone are seen one by one.
             layers = self._config.overlap in ("auto", "layer") and self._drafts is None
-            self._streaming = Streaming(self.rank, self._scheduler, layers=layers)
+            self._streaming = Streaming(self.rank, self._scheduler, pool, layers=layers)
         self.register_to_bootstrap()
 
     def _attach_decode(self, queue: Any) -> None:

@@ -55,13 +55,14 @@ class Streaming:
     """The prefill steps of one rank. Used by the scheduler's thread.
 
     Args:
+        pool: SGLang's `token_to_kv_pool`.
         layers: whether KV is reported layer by layer; if not, steps are only announced.
     """
 
-    def __init__(self, rank: Rank, scheduler: Any, *, layers: bool) -> None:
+    def __init__(self, rank: Rank, scheduler: Any, pool: Any, *, layers: bool) -> None:
         self._rank = rank
         self._slots = scheduler.req_to_token_pool
-        self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        self._pool = pool
         self._layers = layers
         self._step: list[Computed] = []
         if layers:

@@ -39,11 +39,7 @@ def streaming(
     slots = slots_of(pair.pages(pair.p).tolist(), pair.p.rank.pages.size)[None, :]
     pool = SimpleNamespace(req_to_token=slots.to(torch.int32))
     kv = SimpleNamespace(layer_transfer_counter=loads, start_layer=0)
-    scheduler = SimpleNamespace(
-        req_to_token_pool=pool,
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kv),
-    )
-    return Streaming(pair.p.rank, scheduler, layers=layers)
+    return Streaming(pair.p.rank, SimpleNamespace(req_to_token_pool=pool), kv, layers=layers)
 
 
 def batch_of(req: Any, sender: Any) -> Any:

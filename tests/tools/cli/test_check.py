@@ -397,9 +397,18 @@ SGLANG = "PD_CONNECTOR_CONFIG='{\"pool\": %s}' python -m sglang.launch_server --
     [
         ("--page-size 64", ""),
         ("--page-size=96", "--page-size 96"),
-        ("--page-size 64 \\\n --enable-lora", "--enable-lora"),
+        ("--page-size 64 \\\n --enable-lora", ""),
+        ("--page-size 64 \\\n --enable-lmcache", "--enable-lmcache"),
         ("--disable-radix-cache", "--disable-radix-cache"),
-        ("--disaggregation-mode prefill", "--disaggregation-mode prefill"),
+        ("--disaggregation-mode prefill", "--disaggregation-transfer-backend None"),
+        (
+            "--disaggregation-mode prefill --disaggregation-transfer-backend pd_connector",
+            "",
+        ),
+        (
+            "--disaggregation-mode decode --disaggregation-transfer-backend pd_connector",
+            "--disaggregation-decode-enable-radix-cache",
+        ),
     ],
 )
 def test_an_sglang_engine_with_a_pool_is_checked_by_its_arguments(
