@@ -29,16 +29,17 @@ __all__ = ["pytest_runtest_makereport"]
 
 os.environ.setdefault("PD_CONNECTOR_CHECK", "1")  # every engine inherits it
 _HERE = Path(__file__).parent
-MANY_ENGINES = ("test_pool_changes", "test_pool_live", "test_role_kills")
-"""Files with up to six engines at a time, of 1.6 GiB each: one of them at a time fits into 24 GiB."""
-FIRST = (
-    *MANY_ENGINES,
-    "test_unlike",
-    "test_audit_live",
+MANY_ENGINES = (
+    "test_pool_changes",
+    "test_pool_live",
+    "test_role_kills",
     "test_printed_commands",
     "test_demo",
-    "test_versions",
+    "test_plan_live",
 )
+"""Files with up to six engines at a time, of 1.6 GiB each, or with two or three as users start them, of up to 3 GiB each,
+beside those that their worker keeps: one of these files at a time fits into 24 GiB."""
+FIRST = (*MANY_ENGINES, "test_unlike", "test_audit_live", "test_versions")
 """Files that take the longest. A worker that began one last would be alone with it."""
 
 
