@@ -4,6 +4,7 @@
 Every error names the key, the value found, and what to do.
 """
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pd_connector.errors import ConfigError, did_you_mean
-from pd_connector.pool.codecs import AT_REST
+from pd_connector.pool.codecs import AT_REST, PoolCodecs
 from pd_connector.pool.room import (
     Room,
     file_system,
@@ -26,6 +27,8 @@ from pd_connector.pool.store.folder import VERSION, private_folder
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.reaching import ReachingStore
 from pd_connector.pool.store.tier_storage import Space
+
+logger = logging.getLogger("pd_connector.pool")
 
 SHM_VARIABLE = "PD_CONNECTOR_SHM"
 """The tmpfs in which the pool keeps chunks, if it is not `/dev/shm`: such as an `emptyDir` of medium `Memory`."""
@@ -49,6 +52,18 @@ class PoolSettings(NamedTuple):
     """Whether the engine saves chunks in it."""
     tenants: tuple[str, ...] = ()
     """Names that requests can give. Each has a part of the pool, and all other requests together have one."""
+
+    def within(self, codecs: PoolCodecs) -> "PoolSettings":
+        """These settings, without saves if the engine's KV may have passed in a codec whose error is too large."""
+        if not self.write or codecs.passed in AT_REST:
+            return self
+        logger.warning(
+            "pool: this engine does not save: it takes KV in %s, whose error is too large to keep that KV for other "
+            "engines (config key codec: one of %s)",
+            codecs.passed,
+            ", ".join(AT_REST),
+        )
+        return self._replace(write=False)
 
     def open(self) -> Store:
         """Open the store. Raises ConfigError if a folder cannot be used."""

@@ -21,7 +21,7 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.advertised import ENGINE_VARIABLE, AdvertisedEngine
 from pd_connector.pool.ask import PoolAsk, read_ask
-from pd_connector.pool.codecs import AT_REST, pool_codecs
+from pd_connector.pool.codecs import pool_codecs
 from pd_connector.pool.host import open_pool
 from pd_connector.pool.keys import CHUNK_TOKENS, model_root
 from pd_connector.pool.loader import Loader
@@ -120,14 +120,7 @@ class PoolRank:
         handoffs: PagedCache | None = None,
     ) -> None:
         codecs = pool_codecs(config, consumes=rank.consumes)
-        if settings.write and codecs.passed not in AT_REST:
-            settings = settings._replace(write=False)
-            logger.warning(
-                "pool: this engine does not save: it takes KV in %s, whose error is too large to keep that KV for other "
-                "engines (config key codec: one of %s)",
-                codecs.passed,
-                ", ".join(AT_REST),
-            )
+        settings = settings.within(codecs)
         self._store, self._settings = store, settings
         self._adapters, self._handoffs = adapters, handoffs
         self._loads = settings.read and not rank.consumes

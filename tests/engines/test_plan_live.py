@@ -8,14 +8,13 @@ programs.
 import itertools
 import json
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from harness import answer_of, assert_same_logprobs, fresh_salt, wait_until
 from recipes import MODEL
+from support.namespaces import skip_without_namespaces
 from support.printed import OF_TESTS
 
 from pd_connector.tools.cli.app import main as pd_connector
@@ -87,12 +86,7 @@ def test_the_files_of_a_plan_start_a_pair_that_answers_as_one_engine(
 ) -> None:
     if not on_cpu():
         pytest.skip("this vLLM is for GPUs")
-    for program, package in (("ip", "iproute2"), ("curl", "curl")):
-        if not shutil.which(program):
-            pytest.skip(f"no {package}")
-    probe = ["unshare", "--net", "ip", "link", "set", "lo", "up"]
-    if (tried := subprocess.run(probe, capture_output=True, text=True, check=False)).returncode:
-        pytest.skip(f"no namespaces: {tried.stderr.strip()}")
+    skip_without_namespaces()
     monkeypatch.chdir(tmp_path)
     out = plan(tmp_path)
     capsys.readouterr()

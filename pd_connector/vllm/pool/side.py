@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pd_connector.agent.commands import Command
 from pd_connector.errors import Cause
 from pd_connector.pool.advertised import AdvertisedEngine
-from pd_connector.pool.codecs import AT_REST, PoolCodecs
+from pd_connector.pool.codecs import PoolCodecs
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.load_breakeven import LoadBreakeven
@@ -81,14 +81,7 @@ class PoolSide(Part):
         ranks: int,
         engine_id: str = "",
     ) -> None:
-        if settings.write and codecs.passed not in AT_REST:
-            settings = settings._replace(write=False)
-            logger.warning(
-                "pool: this engine only reads: it takes KV in %s, whose error is too large to keep that KV for other "
-                "engines (config key codec: one of %s)",
-                codecs.passed,
-                ", ".join(AT_REST),
-            )
+        settings = settings.within(codecs)
         self._store = store
         self._engine_id = engine_id
         self._ignored = ignored

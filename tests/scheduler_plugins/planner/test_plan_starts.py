@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.namespaces import skip_without_namespaces
 from support.plan_cases import cpu_stock, written
 
 from pd_connector.tools.launch import Family
@@ -63,12 +62,7 @@ CASES = {
 @pytest.mark.netns
 @pytest.mark.parametrize("case", CASES)
 def test_the_files_of_a_plan_start_its_fleet(tmp_path: Path, case: str) -> None:
-    for program, package in (("ip", "iproute2"), ("curl", "curl")):
-        if not shutil.which(program):
-            pytest.skip(f"no {package}")
-    probe = ["unshare", "--net", "ip", "link", "set", "lo", "up"]
-    if (tried := subprocess.run(probe, capture_output=True, text=True, check=False)).returncode:
-        pytest.skip(f"no namespaces: {tried.stderr.strip()}")
+    skip_without_namespaces()
     counts, ports, until = CASES[case]
     # A busy machine keeps it, too.
     promise = Promise(60.0, 10.0)
