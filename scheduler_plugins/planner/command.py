@@ -78,6 +78,8 @@ def plan(**options: Any) -> None:
 
 
 def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
+    if given.out:
+        files.check_free(given.out)
     model = read_model(Path(given.model)) if given.model else None
     stock = _inventory(given, model)
     for name in ("ttft_ms", "tpot_ms"):
@@ -141,7 +143,7 @@ def _requests(given: SimpleNamespace) -> Sequence[Waiting]:
         )
     if not given.out:
         raise PlanError("out: none is given; a plan of two lengths writes its trace there")
-    path = given.out / "trace.csv"
+    path = given.out / _trace_name(given)
     try:
         given.out.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(_generated(*lengths)) + "\n")
@@ -165,7 +167,9 @@ def _generated(prompt: int, answer: int) -> Iterator[str]:
 
 
 def _trace_name(given: SimpleNamespace) -> str:
-    return "trace.csv" if given.trace is None else str(given.trace.absolute())
+    if given.trace is None:  # a name that no recorded trace has
+        return f"trace-{given.prompt_tokens}-{given.answer_tokens}.csv"
+    return str(given.trace.absolute())
 
 
 def _check_context(requests: Sequence[Waiting], model: Model | None) -> None:
@@ -206,17 +210,8 @@ def _parameters() -> Iterator[Parameter]:
 
 
 def _table(made: Plan) -> Table:
-    table = Table(
-        "search",
-        "fleet",
-        "requests /s",
-        "spread",
-        "per GPU",
-        "binds",
-        "costs",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
+    columns = ("search", "fleet", "requests /s", "spread", "per GPU", "binds", "costs")
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for row in made.rows:
         table.add_row(
             row.search, row.candidate.name, f"{row.per_s:.2f}", f"{min(row.windows):.1f} - {max(row.windows):.1f}",

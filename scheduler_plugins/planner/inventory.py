@@ -188,10 +188,12 @@ def _checked(file: InventoryFile, folder: Path, model: Model | None, force: bool
         raise PlanError(
             f"gpus: too few for {weights} on any node; use devices with more memory, or more GPUs a node"
         )
-    if file.budget.price_per_h and not all(profile.price_per_h for profile in kinds.values()):
-        raise PlanError(
-            "budget: price_per_h needs a price_per_h of every device (devices: {NAME: {price_per_h: 2.5}})"
-        )
+    for name in ("price_per_h", "watts"):
+        free = [kind for kind, profile in kinds.items() if not getattr(profile, name)]
+        if getattr(file.budget, name) and free:
+            raise PlanError(
+                f"budget: {name} needs a {name} of every device, {free[0]} has none (devices: {{NAME: {{{name}: 2.5}}}})"
+            )
     if len({profile.kv_bytes_per_token for profile in kinds.values()}) > 1:
         raise PlanError(
             "profiles: kv_bytes_per_token differ; all engines must have one model and one dtype of KV"
@@ -242,6 +244,11 @@ def _kinds(
     """Kinds of engines of a device that fit on one of its nodes."""
     if device.profiles:
         made = [_measured(folder / file, model, force) for file in device.profiles]
+        if len({profile.gpus for profile in made}) < len(made):
+            gpus = ", ".join(str(profile.gpus) for profile in made)
+            raise PlanError(
+                f"profiles of device '{name}': are of {gpus} GPUs; give one for each number of GPUs"
+            )
     elif name not in SHEETS:
         near = did_you_mean(name, SHEETS) or f"known are {', '.join(SHEETS)}"
         raise PlanError(

@@ -131,10 +131,16 @@ def make(
             f"trace: has {len(requests)} requests, wanted are {FEWEST} or more for four windows; record a longer one, "
             "or give --prompt-tokens, --answer-tokens and --per-s"
         )
+    windows = windows_of(requests, each)
+    if any(part[0].arrival_s == part[-1].arrival_s for _, part in windows):
+        raise PlanError(
+            f"trace: all {len(windows[0].requests)} requests of a window come at the same time, so they have no rate; record "
+            "times that differ, or give more --requests"
+        )
     bounds = Bounds(inventory, Workload.of(requests, promise.tpot_s))
     if not (likely := _likely(bounds)):
         raise PlanError("budget: no fleet that answers is within it; give more, or cheaper devices")
-    judge = Judge(windows_of(requests, each), promise, policy, order)
+    judge = Judge(windows, promise, policy, order)
     judge.first_per_s = max(0.1, bounds.of(likely[0]) / 8)
     rows, by_fleet = list[Row](), dict[Fleet, Row]()
     for name, how in SEARCHES.items():
