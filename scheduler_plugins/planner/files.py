@@ -263,7 +263,9 @@ def _is_plan(page: Path) -> bool:
 
 
 def check_free(folder: Path) -> None:
-    """Raises PDConnectorError if the folder has files with a plan's names that no plan wrote."""
+    """Raises PDConnectorError if the folder is a file, or has files with a plan's names that no plan wrote."""
+    if folder.exists() and not folder.is_dir():
+        raise PDConnectorError(f"{folder}: is no folder; name another --out")
     for name in () if _is_plan(folder / PAGE) else (PAGE, ROUTER, VALUES, COMPOSE, fleet_name(0)):
         if (folder / name).exists():
             raise PDConnectorError(

@@ -180,9 +180,14 @@ def _checked(file: InventoryFile, folder: Path, model: Model | None, force: bool
     if file.budget.watts and file.budget.price_per_h:
         raise PlanError("budget: has both price_per_h and watts; give one")
     kinds = dict[str, EngineProfile]()
-    for name in dict.fromkeys(node.device for node in nodes):
+    devices = dict.fromkeys(node.device for node in nodes)
+    for name in devices:
         most = max(node.gpus for node in nodes if node.device == name)
         kinds |= _kinds(name, file.devices.get(name, Device()), most, folder, model, force)
+    for name in file.devices:
+        if name not in devices:
+            near = did_you_mean(name, devices) or f"nodes have {', '.join(devices)}"
+            raise PlanError(f"device '{name}': no node has it; {near}")
     if not kinds:
         weights = f"{model.weight_bytes / 1e9:.0f} GB of weights" if model else "the profiles' GPUs"
         raise PlanError(
@@ -210,11 +215,8 @@ def _checked(file: InventoryFile, folder: Path, model: Model | None, force: bool
 def _nodes(file: InventoryFile) -> Iterator[PlanNode]:
     several, names = sum(entry.number for entry in file.nodes) > 1, set[str]()
     for entry in file.nodes:
-        for kind, name in (
-            ("name", entry.name),
-            ("device", entry.device),
-            ("rack", entry.rack or "r"),
-        ):
+        texts = {"name": entry.name, "device": entry.device, "rack": entry.rack or "r"}
+        for kind, name in texts.items():
             if not _NAME.fullmatch(name):
                 raise PlanError(
                     f"{kind} '{name}': must be letters, digits, dots and dashes: it becomes part of commands"

@@ -126,6 +126,11 @@ def test_a_plan_of_two_lengths_brings_its_trace(folder: Path, capsys) -> None:
         ("--device H100 --gpus -1", "gpus -1: must be from 1 to 512"),
         ("--device H100 --gpus 1000000000", "gpus 1000000000: must be from 1 to 512"),
         ("--device H100 --requests -5", "requests -5: must be 40 or more"),
+        ("--device H100 --requests 10000000000", "and at most 1,000,000"),
+        (
+            "--device H100 --ttft-ms 3600000 --requests 40",
+            "a window lasts less than 5 promised first tokens",
+        ),
         ("--device H100 --per-s -1", "per_s -1.0"),
         ("--device H100 --order nope", "policy 'nope'"),
         ("--device H100 --policy nope", "policy 'nope'"),
@@ -165,6 +170,7 @@ def test_a_mistake_is_named_and_nothing_is_written(
         (("  A100: {price_per_h: 1.2}", "budget: {watts: 1, price_per_h: 1}"), "has both price_per_h and watts"),
         (("  A100: {price_per_h: 1.2}", "budget: {price_per_h: 1}"), "budget: price_per_h needs a price_per_h of every device"),
         (("price_per_h: 2.5", "profiles: [no.yaml]"), "no.yaml: cannot be read"),
+        (("  H100: {", "  H1O0: {"), "device 'H1O0': no node has it; did you mean 'H100'?"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_an_inventory_is_named(
@@ -255,6 +261,14 @@ def test_files_that_no_plan_wrote_are_not_replaced(folder: Path, name: str, caps
     assert plan(folder, *given) == 2
     assert f"{out / name}: no plan wrote it" in capsys.readouterr().err
     assert [path.read_text() for path in out.iterdir()] == ["# Mine\n"]
+
+
+def test_a_trace_of_two_lengths_has_all_requests_that_are_asked_for(folder: Path) -> None:
+    """Short requests need long windows: with few requests every rate is in time."""
+    lengths = ("--prompt-tokens", "20", "--answer-tokens", "1", "--requests", "3200")
+    given = (*lengths, "--device", "L4", "--gpus", "1", "--ttft-ms", "300", "--tpot-ms", "100")
+    assert plan(folder, *given, "--out", folder / "out") == 0
+    assert len((folder / "out/trace-20-1.csv").read_text().splitlines()) == 3201
 
 
 def test_engines_serve_the_folder_that_has_the_weights(folder: Path) -> None:
