@@ -265,7 +265,7 @@ def _is_plan(page: Path) -> bool:
 def check_free(folder: Path) -> None:
     """Raises PDConnectorError if the folder is a file, or has files with a plan's names that no plan wrote."""
     if folder.exists() and not folder.is_dir():
-        raise PDConnectorError(f"{folder}: is no folder; name another --out")
+        raise PDConnectorError(f"{folder}: is a file; name another --out")
     for name in () if _is_plan(folder / PAGE) else (PAGE, ROUTER, VALUES, COMPOSE, fleet_name(0)):
         if (folder / name).exists():
             raise PDConnectorError(
