@@ -23,6 +23,7 @@ from pd_bench.handoff.measure import TurnMeasurement
 from pd_bench.handoff.pair import Pair, PairSetup, Prompts
 from pd_bench.handoff.vllm import BASELINE, VllmPair, engine_of
 from pd_bench.harness import wait_for
+from pd_bench.machine import Noise
 from pd_bench.model import MADE_UP_WEIGHTS
 from pd_bench.netns import Bed
 from pd_bench.report import BenchError, Comparison
@@ -90,7 +91,9 @@ def over_link(
         if Row.LAYOUTS in rows:
             pairs[_UNLIKE.name] = _pair(_UNLIKE, others_order, stage)
         stack.enter_context(_running(list(pairs.values()), console))
-        return _measured(rows, pairs, runs, warm_ups, console)
+        noise = Noise([pid for pair in pairs.values() for pid in pair.pids])
+        tables, notes = _measured(rows, pairs, runs, warm_ups, console)
+        return tables, [noise_note(noise.cores()), *notes]
 
 
 def _measured(
@@ -111,9 +114,10 @@ def _measured(
         measured = turns.measure([PROMPT_TOKENS])
         came = decode.metrics().since(before).total("pd_connector:received_bytes_total")
         handoffs = {
-            series.contender.name: Sample(tuple(run.handoff_s for run in each)).scaled(1e3)
+            series.contender.name: Sample(
+                tuple(run.handoff_s * 1e3 for run in series.runs[PROMPT_TOKENS])
+            )
             for series in measured.series
-            for each in series.runs.values()
         }
         ours = handoffs[_ALIKE.name]
         if Row.LINK in rows:
@@ -127,9 +131,11 @@ def _measured(
             sides = single(mean / 1e6), single(wanted / 1e6)
             bytes_moved = Comparison("bytes of a handoff", params, *sides, "MB", 1.01)
             tables.append(("wanted", [bytes_moved]))
-        notes.append(noise_note(measured.others_cores))
         if measured.restless:
             notes.append(f"runs that began while some engine was busy: {measured.restless}")
+        answers = zip(*(series.runs[PROMPT_TOKENS] for series in measured.series), strict=True)
+        if unlike := sum(len({run.text for run in each}) > 1 for each in answers):
+            notes.append(f"prompts that the pairs answered differently: {unlike}")
     if Row.STEP in rows:
         others = [pair for pair in pairs.values() if pair is not alike]
         tables.append(("bar", _steps(alike, others)))
@@ -154,8 +160,8 @@ def _steps(pair: Pair, others: Sequence[Pair]) -> list[Comparison]:
     if len(delays_s) != STEP_RUNS:
         raise BenchError(f"{len(delays_s)} of {STEP_RUNS} loads were followed by a step")
     worst = sorted(delays_s)[-max(1, STEP_RUNS // 100) - 1]
-    params = {"prompt_tokens": STEP_PROMPT_TOKENS, "requests": STEP_RUNS}
-    name, bar = "state landed to next step", single(STEP_S * 1e3)
+    params = {"requests": STEP_RUNS}
+    name, bar = "landed to next step", single(STEP_S * 1e3)
     every = Sample(tuple(delays_s)).scaled(1e3)
     return [
         Comparison(name, params, every, bar, "ms"),
