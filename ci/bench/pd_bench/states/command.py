@@ -48,8 +48,8 @@ def states(
         logs = log_folder()
         stderr.print(f"engines' logs in {logs}", highlight=False)
         if linked := [each for each in rows if each in OVER_LINK]:
-            found, notes = over_link(linked, link_mbit, runs, warm_ups, logs, stderr)
-            tables += found
+            linked_tables, notes = over_link(linked, link_mbit, runs, warm_ups, logs, stderr)
+            tables += linked_tables
             notes.append(f"link: {link_mbit:,.0f} Mbit/s each way, between network namespaces")
         if Row.STRIPES in rows:
             from pd_bench.states import stripes  # torch takes seconds to import

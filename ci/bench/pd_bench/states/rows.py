@@ -127,8 +127,8 @@ def _measured(
             handoff = Comparison(_UNLIKE.name, params, handoffs[_UNLIKE.name], ours, "ms", 1.15)
             tables.append((_ALIKE.name, [handoff]))
         if Row.BYTES in rows:
-            mean, wanted = came / (warm_ups + runs), wanted_bytes(PROMPT_TOKENS)
-            sides = single(mean / 1e6), single(wanted / 1e6)
+            mean, needed = came / (warm_ups + runs), wanted_bytes(PROMPT_TOKENS)
+            sides = single(mean / 1e6), single(needed / 1e6)
             bytes_moved = Comparison("bytes of a handoff", params, *sides, "MB", 1.01)
             tables.append(("wanted", [bytes_moved]))
         if measured.restless:
