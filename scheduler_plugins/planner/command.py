@@ -102,10 +102,11 @@ def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    made = make(
-        stock, requests, promise, per_s=given.per_s or 0.0, each=given.requests // WINDOWS, order=given.order,
-        policy=given.policy, say=say,
-    )  # fmt: skip
+    with console.status("simulating") as status:
+        made = make(
+            stock, requests, promise, per_s=given.per_s or 0.0, each=given.requests // WINDOWS, order=given.order,
+            policy=given.policy, say=say, ran=lambda runs: status.update(f"simulating: {runs} windows"),
+        )  # fmt: skip
     return made, _served(given.model) or next(iter(stock.kinds.values())).model or "MODEL"
 
 

@@ -116,6 +116,7 @@ def make(
     order: str = "srjf_calibrated",
     policy: str = "",
     say: Callable[[str], None] = lambda text: None,
+    ran: Callable[[int], None] = lambda runs: None,
 ) -> Plan:
     """Plan.
 
@@ -123,6 +124,7 @@ def make(
         requests: the trace.
         per_s: the rate that must be kept; 0: the highest.
         each: requests of a window.
+        ran: called with the number of simulated windows so far.
 
     Raises:
         PlanError: the trace has too few requests, or no fleet keeps the promise at this rate; then the message says
@@ -142,7 +144,7 @@ def make(
     bounds = Bounds(inventory, Workload.of(requests, promise.tpot_s))
     if not (likely := _likely(bounds)):
         raise PlanError("budget: no fleet that answers is within it; give more, or cheaper devices")
-    judge = Judge(windows, promise, policy, order)
+    judge = Judge(windows, promise, policy, order, ran=ran)
     judge.first_per_s = max(0.1, bounds.of(likely[0]) / 8)
     rows, by_fleet = list[Row](), dict[Fleet, Row]()
     for name, how in SEARCHES.items():
