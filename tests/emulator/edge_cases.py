@@ -141,7 +141,9 @@ def paged(
         if long_lengths:
             tensors[4] = tensors[4].long()
         asked = {"sinks": None if own is None else own.to("cuda"), "window": window}
-        for plan in (None, plan_paged_decode(*tensors[:3], window=window).fill(tensors[4])):
+        # A name, because a tensor of the device must not be freed while an exception is on its way.
+        plans = None, plan_paged_decode(*tensors[:3], window=window).fill(tensors[4])
+        for plan in plans:
             found = paged_decode(*tensors, **asked, score_mod=mod, return_lse=True, plan=plan)
             same(found, wanted)
 
