@@ -34,7 +34,7 @@ PEERS = (
 EDGES = (
     *("edges, sinks", "edges, scores of -inf, sinks, fp8", "edges, NaN in a key, fp8"),
     *("edges, lengths of 64 bits, 7 heads, dim 120", "edges, nothing", "edges, chosen"),
-    *("edges, chosen, fp8", "edges, a million tokens, window", "edges, controls"),
+    *("mixed, dim 512", "edges, chosen, fp8", "edges, a million tokens, window", "edges, controls"),
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from pd_kernels.attention.direct import DirectLaunch, keep
+from pd_kernels.attention.direct import DirectLaunch, keep, known_launch
 from pd_kernels.attention.plan_kernel import COUNTERS, partition_rows
 from pd_kernels.attention.tile_mask import TileMask
 from pd_kernels.attention.work_partition import FIELDS, RowShape, TileCosts, partition
@@ -189,7 +189,7 @@ def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
     key = (
         ("plan", lengths.dtype, lengths.data_ptr() & 15, device) if tuning().direct_launch else None
     )
-    if launch := plan.launches.get(key):
+    if launch := known_launch(plan, key):
         launch(lengths, lengths.numel(), lengths.stride(0))
         return
     given = {

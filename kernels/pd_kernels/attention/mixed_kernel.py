@@ -24,7 +24,7 @@ from pd_kernels.attention.paged_kernel import attend_range, loop_of
 from pd_kernels.attention.split_merge import MAX_POLLS, merge_split_rows, own_place
 
 PROGRAMS = 2
-"""Programs on a multiprocessor: one of each kind."""
+"""Programs on a multiprocessor: one of each kind. Heads of 512 elements have room for one at a time."""
 
 
 @triton.jit
@@ -156,7 +156,8 @@ def launch_mixed(
             f"{name.upper()}_ATTEND": loop_of(call),
             f"{name.upper()}_STAGES": config.stages,
         }
-    config = prefill.config._replace(programs=PROGRAMS)
+    resident = min(PROGRAMS, prefill.config.programs, decode.config.programs)
+    config = prefill.config._replace(programs=resident)
     mixed_programs[(programs,)](
         query=prefill.query,
         keys=prefill.keys,

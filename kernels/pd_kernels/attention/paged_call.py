@@ -4,7 +4,7 @@ kernel."""
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -216,7 +216,7 @@ class PagedCall(DecodeCall):
         super().check_kernel()
 
 
-Scale = float | torch.Tensor
+Scale: TypeAlias = float | torch.Tensor
 """A scale of a cache: a number, or float32 `[KV heads]`."""
 
 
