@@ -48,19 +48,6 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max())
 
 
-@ways
-def test_a_partial_with_a_sink_of_inf_takes_all(merge: Merge) -> None:
-    """Its tokens weigh nothing, and neither do those of the others. The merge gave NaN."""
-    outs = torch.ones(3, 4, 80)
-    lses = torch.tensor([[1.0, 2.0, EMPTY, torch.inf], [torch.inf, 3.0, EMPTY, torch.inf]])
-    lses = torch.cat((lses, torch.tensor([[EMPTY, 0.0, EMPTY, 1.0]])))
-    outs[lses == torch.inf] = 0.0
-    merged = merge(outs, lses)
-    assert torch.equal(merged.out[:, 0], torch.tensor([0.0, 1.0, 0.0, 0.0]))
-    assert torch.equal(merged.lse.isposinf(), torch.tensor([True, False, False, True]))
-    assert merged.lse[2] == EMPTY
-
-
 @given(
     length=st.integers(0, 60),
     cuts=st.lists(st.integers(0, 60), max_size=7),

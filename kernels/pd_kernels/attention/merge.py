@@ -25,7 +25,7 @@ class Partials(NamedTuple):
 
     Attributes:
         out: float32 `[..., dim]`, normalised.
-        lse: float32 `[...]`, the natural log-sum-exp of the scores; -inf without KV, inf with a sink of inf.
+        lse: float32 `[...]`, the natural log-sum-exp of the scores; -inf without KV.
     """
 
     out: torch.Tensor
@@ -108,7 +108,6 @@ def reference_merge(outs: torch.Tensor, lses: torch.Tensor) -> Partials:
     """Compute `merge_partials` in plain torch."""
     largest = lses.amax(0)
     weights = (lses - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
-    weights = weights.masked_fill(lses == torch.inf, 1.0)
     total = weights.sum(0)
     used = outs.masked_fill((weights == 0).unsqueeze(-1), 0.0)
     summed = (used * weights.unsqueeze(-1)).sum(0)
@@ -178,7 +177,7 @@ def _merge(
     place = row[:, None] * DIM + column[None, :]
     for shard in tl.static_range(SHARDS):
         shard_lse = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
-        weight = tl.where(shard_lse == float("inf"), 1.0, tl.exp(shard_lse - largest))
+        weight = tl.exp(shard_lse - largest)
         mask = (inside & (weight != 0.0))[:, None] & (column < DIM)[None, :]
         partial = tl.load(outs + shard * between + place, mask=mask, other=0.0)
         summed += partial * weight[:, None]
