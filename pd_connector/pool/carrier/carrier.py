@@ -447,9 +447,9 @@ class Carrier:
         return self._unfit.get(chunk.key) == Unfit("too_large", chunk.nbytes)
 
     def _count_unfit(self, chunk: Chunk, count: str) -> None:
-        found = Unfit(count, chunk.nbytes)
-        if self._unfit.get(chunk.key) != found:
-            self._unfit[chunk.key] = found
+        unfit = Unfit(count, chunk.nbytes)
+        if self._unfit.get(chunk.key) != unfit:
+            self._unfit[chunk.key] = unfit
             self._count(count)
             while len(self._unfit) > _MOST_KNOWN:
                 self._unfit.popitem(last=False)

@@ -225,12 +225,12 @@ class Lender:
         keys = self._master.keys() if keys is None else keys
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             batch = [key for key in keys[start : start + _KEYS_AT_ONCE] if key]
-            found = dict(client.batch_get_replica_desc(batch))
-            if missing := [key for key in batch if key not in found]:
+            copies_of = dict(client.batch_get_replica_desc(batch))
+            if missing := [key for key in batch if key not in copies_of]:
                 # Gone, or the master stood still: its client says the same. The HTTP server does not.
                 self._master.segments()
-                found.update(client.batch_get_replica_desc(missing))
-            for key, copies in found.items():
+                copies_of.update(client.batch_get_replica_desc(missing))
+            for key, copies in copies_of.items():
                 places = whole_in_memory(copies)
                 if places and all(place.transport_endpoint in own for place in places):
                     yield key, places[0].size
