@@ -65,7 +65,7 @@ class Stored(NamedTuple):
 class Unfit(NamedTuple):
     """Why a chunk of this host could not be read, or not be offered to the far store. It is counted once."""
 
-    count: str
+    cause: str
     nbytes: int
     """Bytes of the chunk: with other bytes it is another chunk of the same key."""
 

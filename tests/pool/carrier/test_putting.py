@@ -218,6 +218,18 @@ def test_a_chunk_that_is_listed_and_cannot_be_read_is_not_sound(
     assert carrier.check(key, removes=False).nbytes == 0
 
 
+def test_a_marker_that_is_taken_and_not_kept_is_not_lost(far: Far) -> None:
+    """Mooncake does so for 30 s after a client has died in mid-put."""
+    client: Any = far
+    far.objects = Unkept()
+    looks = markers.Markers(Seal((b"k" * 32,)), "host", client)
+    assert not any(looks.are_lost(float(now_s)) for now_s in range(4))
+
+
+class Unkept(dict[str, bytes]):
+    def __setitem__(self, name: str, data: bytes) -> None: ...
+
+
 def test_the_loss_of_one_node_among_many_is_noticed(far: Far) -> None:
     """Each of 16 nodes has a sixteenth of the objects."""
     client: Any = far
