@@ -312,6 +312,8 @@ def meets(
             thread.start()
         assert save(writer.own, keys, nbytes=200_000) == _CHUNKS, "a host saves whatever is afar"
         time.sleep(rng.uniform(0.2, 0.8))
+        if between:
+            until(lambda: all(reader.store.find(keys)), "chunks that a load can look for", 120)  # noqa: B023
         for _ in range(2):  # the first one is a probe, if the far store was silent
             began_s = time.monotonic()
             hit = sum(each is not None for each in reader.store.find(keys))

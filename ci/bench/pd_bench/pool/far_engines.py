@@ -248,14 +248,14 @@ def _link(
     for number in range(warm_ups + runs):
         prompt = prompts.make(tokens)
         names = list(times) if number % 2 else list(times)[::-1]
-        found = {name: run(name, prompt) for name in names}
+        measured = {name: run(name, prompt) for name in names}
         shown = ", ".join(
-            f"{name} {found[name][0]:.4g} ms with {found[name][1]:.0f} tokens loaded"
+            f"{name} {measured[name][0]:.4g} ms with {measured[name][1]:.0f} tokens loaded"
             for name in times
         )
         say(f"{row}, {'warm-up' if number < warm_ups else 'run'}: {shown}")
         if number >= warm_ups:
-            for name, (first_ms, tokens_loaded) in found.items():
+            for name, (first_ms, tokens_loaded) in measured.items():
                 times[name].append(first_ms)
                 loaded[name].append(tokens_loaded)
     for name, counted in loaded.items():
@@ -292,9 +292,9 @@ def _prefill(
             chunks, before_s = _chunks(host), cpu_seconds(pids[host.name])
             for _ in range(_AT_ONCE):
                 site.first_s(host.engines[0], prompts.make(tokens))
-            wanted = chunks + _AT_ONCE * (tokens // 128)
+            required = chunks + _AT_ONCE * (tokens // 128)
             until(
-                lambda host=host, wanted=wanted: _chunks(host) >= wanted,  # type: ignore[misc]
+                lambda host=host, required=required: _chunks(host) >= required,  # type: ignore[misc]
                 _PUTS_S,
                 f"{host.engines[0].name} has not saved all chunks; see {host.engines[0].log_path}",
             )
@@ -319,8 +319,8 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table
         site.serve(kind, site.logs)
         alone, far = site.hosts
         site.carry(far)
-        known = [prompts.make(tokens) for _ in range(_STOPPED_REQUESTS)]
-        for prompt in known:
+        stored = [prompts.make(tokens) for _ in range(_STOPPED_REQUESTS)]
+        for prompt in stored:
             site.first_s(far.engines[0], prompt)
         site.put_all(far)
         _empty(far)
@@ -332,7 +332,7 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table
         stopped.pause()
         waits: dict[str, list[float]] = {"far": [], "alone": []}
         try:
-            for prompt in known:
+            for prompt in stored:
                 waits["far"].append(site.first_s(far.engines[0], prompt)[0])
                 waits["alone"].append(site.first_s(alone.engines[0], prompts.make(tokens))[0])
         finally:
