@@ -9,17 +9,8 @@ from typing import Any
 from pd_connector.config import CONFIG_VARIABLE
 from pd_connector.errors import ConfigError
 from pd_connector.pool.advertised import ENGINE_VARIABLE
+from pd_connector.sglang.hooks import linker_behind, linker_of
 from pd_connector.sglang.pool_settings import OPTIONS, check_arguments, uses_pool
-
-
-def _linker(wrapper: Any) -> Any:
-    """Our linker behind SGLang's `UnifiedCacheLinkerWrapper`; None if there is none."""
-    linker = getattr(wrapper, "cache_linker", None)
-    return linker if hasattr(linker, "offloading") else None
-
-
-def _of(scheduler: Any) -> Any:
-    return _linker(getattr(scheduler.tree_cache, "linker", None))
 
 
 def resolved(original: Callable[..., Any], server_args: Any, *args: Any, **options: Any) -> Any:
@@ -37,7 +28,7 @@ def resolved(original: Callable[..., Any], server_args: Any, *args: Any, **optio
 def scheduler_made(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """The scheduler has its model and its cache."""
     result = original(scheduler, *args, **options)
-    if (linker := _of(scheduler)) is not None:
+    if (linker := linker_of(scheduler)) is not None:
         linker.attach(scheduler)
     elif uses_pool():
         raise ConfigError(
@@ -51,14 +42,14 @@ def arrives(
     original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **options: Any
 ) -> Any:
     """A request enters the queue, new or retracted."""
-    if (linker := _of(scheduler)) is not None:
+    if (linker := linker_of(scheduler)) is not None:
         linker.arrived(req)
     return original(scheduler, req, *args, **options)
 
 
 def schedules(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """SGLang makes a batch of the requests that wait."""
-    linker = _of(scheduler)
+    linker = linker_of(scheduler)
     if linker is None:
         return original(scheduler, *args, **options)
     with linker.scheduling(scheduler):
@@ -68,7 +59,7 @@ def schedules(original: Callable[..., Any], scheduler: Any, *args: Any, **option
 def decodes(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
     """A decode engine handles its queues: check for ended offloads, too. SGLang itself does so only with HiCache."""
     if (
-        _of(scheduler) is not None and scheduler.tree_cache.linker.pending_offloads
+        linker_of(scheduler) is not None and scheduler.tree_cache.linker.pending_offloads
     ):  # as on all ranks
         scheduler.tree_cache.check_hicache_events()
     return original(scheduler, *args, **options)
@@ -76,7 +67,7 @@ def decodes(original: Callable[..., Any], scheduler: Any, *args: Any, **options:
 
 def inserts(original: Callable[..., Any], cache: Any, req: Any, *args: Any, **options: Any) -> Any:
     """A request's KV enters SGLang's cache."""
-    linker = _linker(cache.linker)
+    linker = linker_behind(cache.linker)
     if linker is None:
         return original(cache, req, *args, **options)
     with linker.inserting(req):
@@ -85,7 +76,7 @@ def inserts(original: Callable[..., Any], cache: Any, req: Any, *args: Any, **op
 
 def matches(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
     """SGLang asks for what is stored of a prompt."""
-    if (linker := _linker(wrapper)) is not None:
+    if (linker := linker_behind(wrapper)) is not None:
         wrapper.hit_markers.pop(req.rid, None)  # of an earlier look, behind another prefix
         linker.matching(key, req, result)
     return original(wrapper, key, req, result)
@@ -93,7 +84,7 @@ def matches(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resu
 
 def offloads_node(original: Callable[..., Any], wrapper: Any, node_id: Any, transfers: Any) -> Any:
     """SGLang offloads a node of its cache."""
-    linker = _linker(wrapper)
+    linker = linker_behind(wrapper)
     if linker is None:
         return original(wrapper, node_id, transfers)
     with linker.offloading(wrapper, node_id, transfers):
