@@ -17,11 +17,16 @@ def resolved(original: Callable[..., Any], server_args: Any, *args: Any, **optio
     """SGLang resolves its arguments: if the config has `pool`, set the arguments of the linker."""
     if uses_pool():
         from sglang.srt.arg_groups.overrides import declare_resolution
+        from sglang.srt.environ import envs
 
         check_arguments(server_args)
         declare_resolution(server_args, "pd_connector", **OPTIONS)
         # Processes that this one starts inherit it.
         os.environ[ENGINE_VARIABLE] = f"sglang-{uuid.uuid4().hex[:12]}"
+        # Otherwise SGLang frees a prompt's windows, all but the last one, before the prompt enters its cache and is saved.
+        frees = envs.SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS
+        if not frees.is_set():
+            frees.set(False)
     return original(server_args, *args, **options)
 
 
