@@ -322,8 +322,8 @@ class PoolLinker(UnifiedCacheLinker):
         name.
 
         Args:
-            slots: those of the tokens behind the prompt's cached prefix, and those of the last of these tokens in layers with a
-                sliding window, if there are any.
+            slots: slots for the tokens behind the prompt's cached prefix. Second, if layers have a sliding window: their slots
+                for the last tokens.
         """
         assert self._rank is not None
         first, stop = prompt.matched, prompt.matched + len(slots[0])

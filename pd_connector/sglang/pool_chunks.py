@@ -53,14 +53,13 @@ class Ready(NamedTuple):
     window_from: int = 0
 
     def payloads_of(self, pieces: Sequence[LoadPiece]) -> list[memoryview]:
-        """The payload of each of these pieces of the chunk. It is arranged anew where a load needs a part of what was
-        arranged."""
-        known = dict(zip(map(_bytes_of, self.pieces), self.payloads, strict=True))
-        others = [piece for piece in pieces if _bytes_of(piece) not in known]
-        made = iter(arranged(self.read, others, bytearray(gathered_bytes(others))))
-        return [
-            known[_bytes_of(piece)] if _bytes_of(piece) in known else next(made) for piece in pieces
-        ]
+        """The payload of each of these pieces of the chunk. Payloads that were not arranged yet are arranged now: a load can
+        need a part of the chunk."""
+        by_bytes = dict(zip(map(_bytes_of, self.pieces), self.payloads, strict=True))
+        others = [piece for piece in pieces if _bytes_of(piece) not in by_bytes]
+        made = arranged(self.read, others, bytearray(gathered_bytes(others)))
+        by_bytes.update(zip(map(_bytes_of, others), made, strict=True))
+        return [by_bytes[_bytes_of(piece)] for piece in pieces]
 
 
 @dataclass(eq=False)

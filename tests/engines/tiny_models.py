@@ -78,6 +78,22 @@ def _heads() -> Any:
     )
 
 
+def _two_pools() -> Any:
+    """Windows and full attention, which SGLang keeps in two pools."""
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=32,
+        hidden_size_per_layer_input=0,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+
+
 def _latent() -> Any:
     from transformers import DeepseekV2Config
 
@@ -219,6 +235,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "window": _window,
     "hybrid": _hybrid,
     "heads": _heads,
+    "two pools": _two_pools,
     "latent": _latent,
     "long": _long,
     "images": _images,
