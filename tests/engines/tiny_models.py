@@ -79,18 +79,17 @@ def _heads() -> Any:
 
 
 def _two_pools() -> Any:
-    """Windows and full attention, which SGLang keeps in two pools."""
-    from transformers import Gemma4TextConfig
+    """Windows and full attention, which SGLang keeps in two pools, as it does for few models."""
+    from transformers import MellumConfig
 
-    return Gemma4TextConfig(
+    return MellumConfig(
         **_COMMON,
         num_hidden_layers=4,
         num_key_value_heads=2,
         head_dim=32,
-        global_head_dim=32,
-        hidden_size_per_layer_input=0,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 4,
     )
 
 

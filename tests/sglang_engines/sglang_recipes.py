@@ -49,6 +49,8 @@ class Recipe:
             plugins["plain"] = _PLAIN
         if self.patient:
             plugins["patient"] = PATIENT
+        if "--enable-lora" in self.args:
+            plugins["unpinned"] = _UNPINNED
         for plugin, source in plugins.items():
             env["PYTHONPATH"] = sglang_plugin(
                 log.parent / plugin, plugin, source, env.get("PYTHONPATH")
@@ -200,6 +202,21 @@ def idle(result, linker):
     path.with_suffix(".new").rename(path)
 """
 """A plug-in for `Recipe.patient`. An idle engine writes what it holds for requests and saves, into a file that is not there."""
+
+_UNPINNED = """
+def register():
+    import torch
+
+    def unpinned(make):
+        def made(*args, pin_memory=False, **options):
+            return make(*args, **options)
+        return made
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor
+"""
+"""A plug-in for adapters on a CPU: SGLang makes pinned memory for them, which only accelerators have."""
 
 _PLAIN = """
 def register():
