@@ -49,6 +49,8 @@ class Recipe:
             plugins["plain"] = _PLAIN
         if self.patient:
             plugins["patient"] = PATIENT
+        if self.module == "mellum":
+            plugins["windows"] = _WINDOWS
         if "--enable-lora" in self.args:
             plugins["unpinned"] = _UNPINNED
         for plugin, source in plugins.items():
@@ -202,6 +204,27 @@ def idle(result, linker):
     path.with_suffix(".new").rename(path)
 """
 """A plug-in for `Recipe.patient`. An idle engine writes what it holds for requests and saves, into a file that is not there."""
+
+_WINDOWS = """
+def register():
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(Backend, name, windowed(getattr(Backend, name)))
+
+def windowed(run):
+    def made(self, query, output, key, value, tokens, requests, *args, **options):
+        import torch
+
+        if self.use_sliding_window_kv_pool and options.get("sliding_window_size"):
+            rows = tokens[requests].to(torch.int64)
+            tokens = self.token_to_kv_pool.translate_loc_from_full_to_swa(rows)
+            requests = torch.arange(len(tokens))
+        return run(self, query, output, key, value, tokens, requests, *args, **options)
+    return made
+"""
+"""A plug-in for windows on a CPU: SGLang's backend there reads layers with a window by the slots of the other pool, so all but the
+first prompts of an engine are computed wrongly."""
 
 _UNPINNED = """
 def register():
