@@ -167,7 +167,7 @@ def test_each_of_several_answers_is_that_of_a_loaded_prompt(engine: Engine) -> N
 def sent(
     engine: Engine, threads: ThreadPoolExecutor, dice: random.Random, salts: dict[int, str]
 ) -> list[tuple[int, str, Future[Any]]]:
-    """Requests under way: some with stored prompts, some with new ones. Of each the place of its prompt, and its id."""
+    """Requests under way, some with stored prompts, some with new ones: the place of the prompt, and the id of each."""
     found = []
     for place in [*salts, *salts]:
         rid = f"r{dice.getrandbits(64):x}"
