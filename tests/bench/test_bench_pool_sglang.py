@@ -67,7 +67,18 @@ def test_each_row_compares_its_two_sides(
     assert found["SGLang, first token, no hits"].ratio == 1.0
     assert found["SGLang, look-up, CPU, p99"].ours.median == 0.02, "those that name chunks"
     assert found["SGLang, CPU while all is saved"].ratio == 1.0
-    assert len(found) == len(rows)
+    assert found["SGLang, first token, stored / cached"].ratio == pytest.approx(QUICK / SLOW)
+    assert len(found) == len(rows) + 1
+
+
+def test_the_engine_that_saves_nothing_computes_its_prompts(
+    python: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = [sglang.Row.CPU]
+    engines = Pretended(tmp_path, rows)
+    measured(monkeypatch, engines, rows)
+    assert engines.stored
+    assert not engines.hits, "it loaded what the other one had saved"
 
 
 def test_one_row_starts_only_its_engines(python: None, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from pairs import EnginePool, Pair, Setup
 from pauses import LEASED, fetching_while_paused
 from recipes import MODEL
 from safetensors.torch import load_file, save_file
-from test_handoff import prompt_of
+from test_handoff import PAGE, prompt_of
 from tiny_models import LONG_FROM, build
 from tools import TOLERANCE, delta, probe_all
 
@@ -171,6 +171,7 @@ def test_kv_that_came_before_weights_changed_is_found_by_no_other_request(
 
 SPECULATES = ["--speculative-config", json.dumps(DRAFTS)]
 ANSWER = 60
+PROMPT_TOKENS = 6 * PAGE + 1
 
 
 def accepted(engine: VllmEngine, ask: Callable[[], Answer]) -> tuple[Answer, float]:
@@ -178,9 +179,10 @@ def accepted(engine: VllmEngine, ask: Callable[[], Answer]) -> tuple[Answer, flo
     with (
         delta(engine, "vllm:spec_decode_num_draft_tokens_total") as drafted,
         delta(engine, "vllm:spec_decode_num_accepted_tokens_total") as kept,
+        delta(engine, "vllm:generation_tokens_total") as answered,  # counted after the drafts
     ):
         answer = ask()
-        wait_until(lambda: drafted.so_far() > 0, "drafts are counted")
+        wait_until(lambda: answered.so_far() >= ANSWER, "drafts are counted")
     return answer, kept.amount / drafted.amount
 
 
@@ -189,11 +191,17 @@ def test_as_many_drafts_are_accepted_after_a_handoff_as_in_one_engine(
     engines: EnginePool, reference, both: bool
 ) -> None:
     """An engine without the draft model hands nothing over to one that drafts. Here the draft is the model itself: KV
-    without its layers would leave nearly nothing accepted."""
+    without its layers would leave nearly nothing accepted.
+
+    The engine alone is asked with whole pages of the prompt in its prefix cache. So it computes one token in its first step, as
+    it does after a handoff. vLLM gives such a step placeholders for drafts, and counts them as refused drafts: two of 42
+    in these answers, with or without a handoff."""
     setup = Setup.of(args=SPECULATES) if both else Setup.of(decode_args=SPECULATES)
     pair: Pair = engines.pair(setup)
-    prompt = prompt_of(200)
-    _, alone = accepted(pair.d, lambda: completion(pair.d, prompt_of(200, start=7), ANSWER))
+    prompt, salt = prompt_of(PROMPT_TOKENS), fresh_salt()
+    if both:
+        completion(pair.d, prompt, 1, cache_salt=salt)
+    _, alone = accepted(pair.d, lambda: completion(pair.d, prompt, ANSWER, cache_salt=salt))
     assert alone > 0.8
     moved = 1 if both else 0
     with (
@@ -202,6 +210,7 @@ def test_as_many_drafts_are_accepted_after_a_handoff_as_in_one_engine(
     ):
         answer, handed_over = accepted(pair.d, lambda: two_step(pair.p, pair.d, prompt, ANSWER))
     assert (received.amount, refused.amount) == (moved, 1 - moved)
-    assert handed_over >= 0.95 * alone
+    print(f"drafts accepted: {handed_over:.4f} handed over, {alone:.4f} in one engine")
+    assert handed_over >= 0.98 * alone
     assert_same_logprobs(answer, reference(prompt, ANSWER), TOLERANCE)
     pair.assert_idle()

@@ -2,6 +2,7 @@
 """Benchmarks, one folder each. `pip install ./ci/bench` makes them commands of `pd-connector bench`.
 
 - `handoff`: engines with our connector beside engines with their own; `gpu`: the same without engines, on a GPU
+- `states`: handoffs of models with states, drafts, and context parallelism
 - `serve`: a whole stack of router and engines beside vLLM's
 - `pool`: the KV pool beside recomputation, Mooncake and LMCache
 - `router`: our router beside others, in front of mock engines

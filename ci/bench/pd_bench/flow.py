@@ -50,7 +50,8 @@ class _Decoded(NamedTuple):
 
 
 Flow = Callable[[Client, Client, Mapping[str, Any]], Run]
-"""Sends a request (its body without `max_tokens`) through the prefill and the decode engine."""
+"""Sends a request through the prefill and the decode engine. The latter decodes the body's `max_tokens`, by default
+`DECODED_TOKENS`."""
 
 
 def two_steps(prefill: Client, decode: Client, body: Mapping[str, Any]) -> Run:
@@ -104,7 +105,7 @@ def _prefill(
 
 def _decode(client: Client, body: Mapping[str, Any], params: Mapping[str, Any]) -> _Decoded:
     transfer = _with_own(body, params)
-    request = {**body, "max_tokens": DECODED_TOKENS, "kv_transfer_params": transfer}
+    request = {"max_tokens": DECODED_TOKENS, **body, "kv_transfer_params": transfer}
     texts: list[str] = []
     first_at = 0.0
     for event in client.stream(_PATH, request):

@@ -26,23 +26,28 @@ MADE_UP_WEIGHTS = ("--load-format", "dummy")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, *, wide: bool = False) -> Path:
     """Write the config, and the byte model's tokenizer, to this folder, and return it.
 
     A Llama of 8 layers x 8 KV heads x 128. Its width is small, so that a CPU prefills thousands of tokens in
     seconds. The size of a handoff does not depend on the width.
+
+    Args:
+        wide: give the layers the proportions of Llama 3's: hidden states as wide as all heads together, MLPs 3.5 times
+            as wide.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_config(), indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(_config(wide), indent=1) + "\n")
     for name in _TOKENIZER:
         shutil.copyfile(MODEL_DIR / name, folder / name)
     return folder
 
 
 def write_weights(folder: Path) -> None:
-    """Write random weights for that config, the same each time: for what engines do only with weights from files."""
+    """Write random weights for the folder's config, the same each time: for what engines do only with weights from
+    files."""
     random, header, parts, start = np.random.default_rng(1), dict[str, Any](), list[bytes](), 0
-    for name, shape in _shapes():
+    for name, shape in _shapes(json.loads((folder / "config.json").read_text())):
         values = np.ones(shape, np.float32)
         if len(shape) > 1:
             values = random.normal(0.0, 0.05, shape).astype(np.float32)
@@ -57,9 +62,8 @@ def write_weights(folder: Path) -> None:
     path.write_bytes(len(header_bytes).to_bytes(8, "little") + header_bytes + b"".join(parts))
 
 
-def _shapes() -> Iterator[tuple[str, list[int]]]:
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, list[int]]]:
     """Names and shapes of all weights."""
-    config = _config()
     width, inner = config["hidden_size"], config["intermediate_size"]
     heads = KV_HEADS * HEAD_DIM
     yield "model.embed_tokens.weight", [config["vocab_size"], width]
@@ -92,11 +96,17 @@ def kv_bytes_per_token(folder: Path) -> int:
     return int(2 * config["num_hidden_layers"] * kv_heads * head_dim * 2)
 
 
-def _config() -> dict[str, Any]:
+def _config(wide: bool) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((MODEL_DIR / "config.json").read_text())
-    return config | {
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": KV_HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-    }
+    width = KV_HEADS * HEAD_DIM
+    widths = {"hidden_size": width, "intermediate_size": width * 7 // 2} if wide else {}
+    return (
+        config
+        | widths
+        | {
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": KV_HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+        }
+    )

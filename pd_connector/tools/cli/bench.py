@@ -47,8 +47,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Measure PDConnector beside its alternatives, in one run.",
-    epilog="`pip install ./ci/bench` in a clone adds handoff, serve, pool, router, roles, scheduler and core, and NIXL "
-    "and a limited link to wire.",
+    epilog="`pip install ./ci/bench` in a clone adds handoff, states, serve, pool, router, roles, scheduler and core, and "
+    "NIXL and a limited link to wire.",
 )
 
 
