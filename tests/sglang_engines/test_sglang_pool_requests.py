@@ -45,7 +45,7 @@ ARGS = (
 )
 PROMPTS = [text(tokens, seed=tokens) for tokens in (300, 400, 700)]
 LONG = text(1500, seed=3)
-TOKENS, MORE_TOKENS = 16, 200
+TOKENS, MORE_TOKENS = 16, 300
 ROUNDS = 4
 
 
