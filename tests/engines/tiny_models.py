@@ -78,6 +78,21 @@ def _heads() -> Any:
     )
 
 
+def _two_pools() -> Any:
+    """Windows and full attention, which SGLang keeps in two pools, as it does for few models."""
+    from transformers import MellumConfig
+
+    return MellumConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 4,
+    )
+
+
 def _latent() -> Any:
     from transformers import DeepseekV2Config
 
@@ -228,6 +243,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "window": _window,
     "hybrid": _hybrid,
     "heads": _heads,
+    "two pools": _two_pools,
     "latent": _latent,
     "long": _long,
     "images": _images,

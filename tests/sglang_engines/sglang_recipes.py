@@ -49,6 +49,8 @@ class Recipe:
             plugins[f"plain_{self.module}"] = _PLAIN[self.module]
         if self.patient:
             plugins["patient"] = PATIENT
+        if "--enable-lora" in self.args:
+            plugins["unpinned"] = _UNPINNED
         for plugin, source in plugins.items():
             env["PYTHONPATH"] = sglang_plugin(
                 log.parent / plugin, plugin, source, env.get("PYTHONPATH")
@@ -227,7 +229,44 @@ def idle(result, linker):
 """
 """A plug-in for `Recipe.patient`. An idle engine writes what it holds for requests and saves, into a file that is not there."""
 
+_WINDOWS = """
+def register():
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(Backend, name, windowed(getattr(Backend, name)))
+
+def windowed(run):
+    def made(self, query, output, key, value, tokens, requests, *args, **options):
+        import torch
+
+        if self.use_sliding_window_kv_pool and options.get("sliding_window_size"):
+            rows = tokens[requests].to(torch.int64)
+            tokens = self.token_to_kv_pool.translate_loc_from_full_to_swa(rows)
+            requests = torch.arange(len(tokens))
+        return run(self, query, output, key, value, tokens, requests, *args, **options)
+    return made
+"""
+"""A plug-in for windows on a CPU: SGLang's backend there reads layers with a window by the slots of the other pool, so all but the
+first prompts of an engine are computed wrongly."""
+
+_UNPINNED = """
+def register():
+    import torch
+
+    def unpinned(make):
+        def made(*args, pin_memory=False, **options):
+            return make(*args, **options)
+        return made
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor
+"""
+"""A plug-in for adapters on a CPU: SGLang makes pinned memory for them, which only accelerators have."""
+
 _PLAIN = {
+    "mellum": _WINDOWS,
     "qwen3_next": """
 def register():
     from sglang.kernels.ops.attention.fla import fused_norm_gate
