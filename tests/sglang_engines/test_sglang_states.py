@@ -88,7 +88,7 @@ MODELS: Mapping[str, Model] = {
     "delta net, bfloat16": Model(
         "delta net of experts", "qwen3_next", "bfloat16", harms=(STATE_ZEROED, MATRIX_TURNED)
     ),
-    # vLLM's own answers on a CPU are others than the model's.
+    # vLLM's own answers on a CPU are others than the model's: its rotary kernel takes no `[token, head, dim]`.
     "short conv": Model("short conv", "lfm2", harms=HARMS[:3], orders=ORDERS[:1]),
     "mamba2": Model(
         "mamba2",
