@@ -313,6 +313,7 @@ DECODES: dict[str, Case] = {
     "gluon, many tiles": functools.partial(gluon, lengths=[500, 130], workers=1),
     "mixed": mixed_steps,
     "mixed, fp8": functools.partial(mixed_steps, FP8),
+    "mixed, dim 512": functools.partial(mixed_steps, heads=Heads(16, 2, 512), launches=1),
     "mixed, one processor": functools.partial(
         *(mixed_steps, BF16, 1, False, (40, 20, 30), (5, 1, 3), Heads(32, 1, 128))
     ),

@@ -4,6 +4,7 @@
 from attention_cases import DECODES
 from control_cases import CONTROLS
 from direct_cases import DIRECT
+from edge_cases import EDGES
 from graph_cases import REPLAYS
 from handoff_cases import DOORS
 from launch_cases import COUNTS
@@ -16,7 +17,7 @@ from vllm_cases import STEPS
 
 TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
 CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS | REPLAYS | SGLANG
-CASES |= PUBLIC | PEERS | COUNTS
+CASES |= PUBLIC | PEERS | COUNTS | EDGES
 
 SWITCHES = {
     ("column_merge", True): ("mla, 16 heads", "latent_attention"),

@@ -14,7 +14,7 @@ from mla_cases import LatentDoor
 from streams import Stream
 from torch_device import gpu
 from transfer_cases import Case
-from vllm_cases import BESIDE_PROMPTS, DECODES, PagedDoor
+from vllm_cases import BESIDE_PROMPTS, BY_HEAD, DECODES, PagedDoor
 from vllm_door import few_processors, problem_of
 
 from pd_kernels.attention import DecodePlan
@@ -47,6 +47,11 @@ def _no_scales() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(backend.PagedImpl, "_scales", return_value={})
 
 
+def _largest_scale() -> contextlib.AbstractContextManager[Any]:
+    cuda = importlib.import_module("pd_kernels.vllm.paged_cuda")
+    return mock.patch.object(cuda.PagedFlashImpl, "scales_by_head", False)
+
+
 def _no_wait(batch: Any) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Stream, "wait_event")
 
@@ -63,6 +68,11 @@ DAMAGES: dict[str, Damage] = {
 
 SCALES_LEFT_OUT: dict[str, Damage] = {
     "no scales of the cache": lambda _: _no_scales(),
+}
+
+ONE_SCALE: dict[str, Damage] = {
+    **SCALES_LEFT_OUT,
+    "the largest scale for all heads": lambda _: _largest_scale(),
 }
 
 
@@ -121,6 +131,9 @@ CONTROLS: dict[str, Case] = {
     "vllm, controls": functools.partial(controls, PagedDoor, DAMAGES),
     "vllm, controls, fp8": functools.partial(
         controls, functools.partial(PagedDoor, "fp8"), SCALES_LEFT_OUT
+    ),
+    "vllm, controls, fp8 by head": functools.partial(
+        controls, functools.partial(PagedDoor, "fp8", scales=BY_HEAD), ONE_SCALE
     ),
     "vllm, controls, beside prompts": functools.partial(
         controls, PagedDoor, SPLITS, BESIDE_PROMPTS

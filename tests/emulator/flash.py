@@ -32,6 +32,11 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **told: A
     return result
 
 
+def _by_head(scales: torch.Tensor, heads: int) -> torch.Tensor:
+    """Scales of KV heads, for heads of which each KV head has as many as the next."""
+    return scales.repeat_interleave(heads // len(scales))[:, None]
+
+
 def _attend(out: torch.Tensor, softmax_scale: float, **given: Any) -> None:
     left = (given.get("window_size") or [-1])[0]
     for rows, query, keys, values in _requests(**given):
@@ -69,7 +74,7 @@ def _requests(
         assert last - first <= max_seqlen_q, f"{last - first} queries: told {max_seqlen_q} at most"
         assert len(keys) <= max_seqlen_k, f"{len(keys)} tokens: told {max_seqlen_k} at most"
         scaled = [
-            each.float() * (1.0 if scale is None else scale[row, 0])
+            each.float() if scale is None else each.float() * _by_head(scale[row], each.shape[1])
             for each, scale in (
                 (q[first:last], given.get("q_descale")),
                 (keys, given.get("k_descale")),

@@ -31,6 +31,18 @@ PEERS = (
 )
 
 
+EDGES = (
+    *("edges, sinks", "edges, scores of -inf, sinks, fp8", "edges, NaN in a key, fp8"),
+    *("edges, lengths of 64 bits, 7 heads, dim 120", "edges, nothing", "edges, chosen"),
+    *("mixed, dim 512", "edges, chosen, fp8", "edges, a million tokens, window", "edges, controls"),
+)
+
+
+def test_what_engines_rarely_pass_is_right() -> None:
+    """`python -m tests.emulator "edges, "` executes all."""
+    assert executed(*EDGES) == dict.fromkeys(EDGES, "")
+
+
 def test_shapes_of_other_kernels_tests_are_right() -> None:
     """`python -m tests.emulator peers` executes all."""
     assert executed(*PEERS) == dict.fromkeys(PEERS, "")

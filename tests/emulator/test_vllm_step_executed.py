@@ -8,7 +8,8 @@ pytest.importorskip("vllm")
 
 SMALL = (
     *("vllm, mla, 40 heads", "vllm, graphs", "vllm, graphs, mla"),
-    *("vllm, mla, beside prompts", "vllm, controls", "vllm, controls, fp8"),
+    *("vllm, mla, beside prompts", "vllm, controls", "vllm, controls, fp8 by head"),
+    *("vllm, beside prompts, fp8 by head", "vllm, mixed steps, fp8 by head"),
     *("vllm, sparse mla", "vllm, sparse mla, in pieces", "vllm, sparse mla, another choice"),
     *("vllm, sparse mla, two choices of two layers", "vllm, mla, fp8"),
     *("vllm, graphs, sparse mla, one choice of two layers", "vllm, graphs, mla, one scale"),

@@ -15,8 +15,11 @@ from pd_kernels.tuning import tuned
 DECODES = ((1, 70), (1, 1), (1, 33))
 BESIDE_PROMPTS = ((1, 70), (1, 33), (20, 20), (9, 40))
 VERIFIED = ((4, 70), (4, 4), (4, 33))
-SCALES = {"q": 0.5, "k": 0.25, "v": 2.0}
+SCALES = {"q": [0.5], "k": [0.25], "v": [2.0]}
 """Scales of an FP8 cache, and of queries beside it."""
+
+BY_HEAD = {"q": [0.5, 0.125], "k": [0.25, 2.0], "v": [2.0, 0.5]}
+"""Those of each KV head, as of checkpoints with the strategy `attn_head`."""
 
 
 class PagedDoor(Door):
@@ -24,7 +27,13 @@ class PagedDoor(Door):
 
     bound = 1e-2
 
-    def __init__(self, cache_dtype: str = "auto", window: int | None = None, **engine: Any) -> None:
+    def __init__(
+        self,
+        cache_dtype: str = "auto",
+        window: int | None = None,
+        scales: dict[str, list[float]] = SCALES,
+        **engine: Any,
+    ) -> None:
         for_cuda()
         layers: Any = importlib.import_module("backend_layers")
         self.name, self.coded, self.window = layers.NAME, cache_dtype != "auto", window
@@ -35,11 +44,14 @@ class PagedDoor(Door):
         super().__init__(layer.module, layer.builder, layer.config)
         assert type(self.module.impl).__name__ == "PagedFlashImpl"
         if self.coded:
-            self.temporaries = 2  # queries in 16 bits
+            self.temporaries = (
+                1 if scales is SCALES else 2
+            )  # queries in 16 bits; their scales and K's
             self.module.query_quant = Rounded()
-            for name, scale in SCALES.items():
-                getattr(self.module, f"_{name}_scale").fill_(scale)
-                setattr(self.module, f"_{name}_scale_float", scale)
+            self.scales = {name: torch.tensor(each) for name, each in scales.items()}
+            for name, scale in self.scales.items():  # as vLLM's CompressedTensorsKVCacheMethod does
+                self.module.register_buffer(f"_{name}_scale", scale)
+                setattr(self.module, f"_{name}_scale_float", float(scale.max()))
         self.module.to("cuda:0")
         size = layers.PAGES, self.shape.kv_heads, self.shape.page, 2 * self.shape.dim
         stored = torch.uint8 if self.coded else self.shape.dtype
@@ -70,7 +82,9 @@ class PagedDoor(Door):
     def _stored(self, values: torch.Tensor, name: str) -> torch.Tensor:
         if not self.coded:
             return values
-        return (values / SCALES[name]).to(FP8).float() * SCALES[name]
+        scales = self.scales[name]
+        scale = scales.repeat_interleave(values.shape[-2] // len(scales))[:, None]
+        return (values / scale).to(FP8).float() * scale
 
 
 def step(
@@ -97,14 +111,21 @@ STEPS: dict[str, Case] = {
         "decodes": {"steps": 2},
         "decodes, direct_launch off": {"switches": {"direct_launch": False}},
         "fp8": {"cache_dtype": "fp8"},
+        "fp8 by head": {"cache_dtype": "fp8", "scales": BY_HEAD, "steps": 2},
         "verified": {"requests": VERIFIED, "verified": 4},
         "window": {"window": 40},
         "beside prompts": {"requests": BESIDE_PROMPTS},
         "beside prompts, fp8": {"requests": BESIDE_PROMPTS, "cache_dtype": "fp8"},
+        "beside prompts, fp8 by head": {
+            "requests": BESIDE_PROMPTS,
+            "cache_dtype": "fp8",
+            "scales": BY_HEAD,
+        },
         "beside prompts, window": {"requests": BESIDE_PROMPTS, "window": 24},
         "beside prompts, verified": {"requests": (*VERIFIED, (1, 50), (9, 40)), "verified": 4},
         "prompts": {"requests": BESIDE_PROMPTS[2:]},
         "mixed steps": MIXED,
         "mixed steps, fp8": {**MIXED, "cache_dtype": "fp8"},
+        "mixed steps, fp8 by head": {**MIXED, "cache_dtype": "fp8", "scales": BY_HEAD},
     }.items()
 }

@@ -81,7 +81,7 @@ def _write_keys(
 ) -> None:
     """What `reshape_and_cache_flash` does, of which vLLM's CPU build has no version for CUDA."""
     for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        coded = new if dtype == "auto" else (new / scale).to(FP8).view(torch.uint8)
+        coded = new if dtype == "auto" else (new / scale.view(-1, 1)).to(FP8).view(torch.uint8)
         _put(coded[: len(slots)], cache, slots)
 
 
@@ -103,10 +103,12 @@ def _write_latents(
 
 
 class Rounded(torch.nn.Module):
-    """Queries in FP8, as vLLM hands them over for such a cache."""
+    """Queries in FP8, as vLLM hands them over for such a cache: with a scale for all heads, or for the query heads of each
+    KV head."""
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (x / scale).to(FP8), scale
+        groups = x.unflatten(-1, (scale.numel(), -1))
+        return (groups / scale.view(-1, 1)).flatten(-2).to(FP8), scale
 
 
 def few_processors() -> Any:

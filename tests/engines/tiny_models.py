@@ -159,7 +159,8 @@ def _short_conv() -> Any:
     from transformers import Lfm2Config
 
     return Lfm2Config(
-        **{**_COMMON, "initializer_range": 0.2},
+        # vLLM reads no other weights for the logits than those of the embeddings.
+        **{**_COMMON, "initializer_range": 0.2, "tie_word_embeddings": True},
         num_hidden_layers=4,
         num_key_value_heads=2,
         conv_L_cache=3,
@@ -204,6 +205,14 @@ def _delta_net_of_experts() -> Any:
     return config
 
 
+def _delta_net_of_unlike_dims() -> Any:
+    """The same with other dims of Q and K than of V, so that a transposed matrix has another shape. vLLM's own kernel for a
+    CPU does not take it."""
+    config = _delta_net_of_experts()
+    config.linear_key_head_dim = 64
+    return config
+
+
 def _delta_net_in_stages() -> Any:
     """The same with experts in each half of the layers: vLLM wants some in each pipeline stage."""
     config = _delta_net()
@@ -241,6 +250,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "short conv": _short_conv,
     "delta net": _delta_net,
     "delta net of experts": _delta_net_of_experts,
+    "delta net of unlike dims": _delta_net_of_unlike_dims,
     "delta net in stages": _delta_net_in_stages,
     "mamba2": _mamba2,
 }
@@ -259,7 +269,19 @@ def build(kind: str, folder: Path) -> Path:
         shutil.copy(MODEL / name, folder / name)
     if kind == "images":
         _with_images(folder)
+    if kind == "mamba2":
+        _with_pattern(folder)
     return folder
+
+
+def _with_pattern(folder: Path) -> None:
+    """Name the layers and the groups as SGLang reads them. It does not know the names that newer transformers write."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("layers_block_type", "mtp_layers_block_type", "time_step_limit"):
+        config.pop(name, None)
+    named = {"hybrid_override_pattern": "M*M*", "mamba_n_groups": config["n_groups"]}
+    path.write_text(json.dumps({**config, **named}))
 
 
 def _with_images(folder: Path) -> None:

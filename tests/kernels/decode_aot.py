@@ -192,6 +192,13 @@ MORE: dict[str, Callable[[], Launched]] = {
     "paged, 64 and 512": functools.partial(paged_call, dim=64, value_dim=512),
     "paged, sinks": functools.partial(paged_call, heads=64, dim=64, sinks=True, window=128),
     "paged, sinks, fp8": functools.partial(paged_call, heads=64, dim=64, sinks=True, dtype=FP8),
+    "paged, fp8, by head": functools.partial(paged_call, dtype=FP8, by_head=True),
+    "paged, fp8, swapped, by head": functools.partial(
+        paged_call, dtype=FP8, swapped=True, by_head=True
+    ),
+    "paged, fp8, 8 queries, by head": functools.partial(
+        paged_call, dtype=FP8, queries=8, heads=64, by_head=True
+    ),
     "paged, dim 32": functools.partial(paged_call, dim=32),
     "paged, dim 120": functools.partial(paged_call, dim=120),
     "paged, dim 64": functools.partial(paged_call, dim=64),

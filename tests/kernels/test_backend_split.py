@@ -194,6 +194,12 @@ def test_pages_keep_their_name_and_form(ours: Any, stock: Any) -> None:
     assert ours.forward_includes_kv_cache_update == stock.forward_includes_kv_cache_update
 
 
+def test_vllm_031_keeps_decodes_with_a_shared_prefix_in_their_graphs() -> None:
+    """It takes full graphs only if no backend wants the prefix, and FlashAttention's builder there says when it does."""
+    builder = PagedFlashBuilder.__new__(PagedFlashBuilder)
+    assert not builder.use_cascade_attention(common_prefix_len=8192, num_reqs=64)
+
+
 def test_graphs_are_promised_for_decodes_of_one_length_only() -> None:
     support = PagedFlashBuilder.get_cudagraph_support(None, None)
     assert support is AttentionCGSupport.UNIFORM_BATCH
@@ -227,14 +233,29 @@ def test_flash_attentions_pages_are_read_in_either_layout(layout: Any) -> None:
         torch.testing.assert_close(output[row], wanted, atol=1e-5, rtol=0)
 
 
-def test_queries_in_fp8_are_scaled_back() -> None:
+@pytest.mark.parametrize(
+    ("scales", "wanted"),
+    [
+        (([0.5], [2.0], [4.0]), (1.0, 4.0)),
+        (([0.5, 0.25], [2.0, 3.0], [4.0, 5.0]), ([1.0, 0.75], [4.0, 5.0])),
+    ],
+    ids=["for all", "by head"],
+)
+def test_a_scale_of_queries_in_fp8_is_part_of_the_keys(
+    scales: tuple[list[float], ...], wanted: Any
+) -> None:
+    """As vLLM keeps scales of compressed-tensors: `[1]` or `[kv heads]`, and the largest as a number. Queries that were
+    multiplied by `[1]` became float32, which no kernel takes."""
     impl = PagedFlashImpl.__new__(PagedFlashImpl)
     impl.num_heads, impl.head_size, impl.scale = 2, 64, 1.0
     impl.sinks = None
     impl.decodes_with(None, None, None, "fp8")
-    layer = mock.Mock(_q_scale=torch.tensor(0.5), _k_scale_float=2.0, _v_scale_float=4.0)
-    query = torch.ones(1, 2, 64).to(paged_backend.FP8)
-    cache = torch.zeros(1, 1, 16, 128, dtype=torch.uint8)
+    layer = mock.Mock()
+    for name, scale in zip("qkv", scales, strict=True):
+        setattr(layer, f"_{name}_scale", torch.tensor(scale))
+        setattr(layer, f"_{name}_scale_float", max(scale))
+    query = torch.full((1, 2, 64), 0.5).to(paged_backend.FP8)
+    cache = torch.zeros(1, len(scales[0]), 16, 128, dtype=torch.uint8)
     common = batch([1])
     metadata = PagedMetadata(
         1, 1, common.query_start_loc, 1, *[torch.empty(0)] * 3, decodes_of(common, 1, MOST), None
@@ -245,7 +266,19 @@ def test_queries_in_fp8_are_scaled_back() -> None:
     (given, keys, *_), named = decode.call_args
     assert torch.equal(given, torch.full((1, 1, 2, 64), 0.5, dtype=torch.bfloat16))
     assert keys.dtype == paged_backend.FP8
-    assert (named["k_scale"], named["v_scale"]) == (2.0, 4.0)
+    for name, scale in zip(("k_scale", "v_scale"), wanted, strict=True):
+        assert torch.as_tensor(named[name]).tolist() == scale
+
+
+@pytest.mark.parametrize(("version", "refused"), [(2, True), (3, False)])
+def test_scales_by_head_are_taken_where_flash_attention_takes_them(
+    version: int, refused: bool
+) -> None:
+    where = "vllm.v1.attention.backends.flash_attn.get_flash_attn_version"
+    changed = {"kv_cache_dtype": "fp8", "use_per_head_quant_scales": True}
+    with mock.patch(where, return_value=version):
+        reasons = PagedFlash.validate_configuration(**GOOD | changed)
+    assert any("per-head quant scales" in each for each in reasons) == refused
 
 
 @pytest.fixture

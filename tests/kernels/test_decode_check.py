@@ -12,6 +12,7 @@ import torch
 from pd_bench.kernels import decode_cases, decode_check, random_cases
 from pd_kernels.attention.mla import launch_mla
 from pd_kernels.attention.mla_call import MlaCall
+from pd_kernels.attention.reference import reference_mla_decode, reference_paged_decode
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
 
@@ -72,6 +73,34 @@ def test_a_wrong_kernel_is_found_in_wide_rows_of_fp8_latents(
 
     monkeypatch.setattr(decode_check, "launch_mla", wrong)
     assert decode_check.check_latent(batch)
+
+
+def test_random_batches_have_what_engines_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of `ci/gpu` take such batches. Here the references stand for the kernels."""
+    seen: set[str] = set()
+
+    def paged(batch, out, lse, _):  # type: ignore[no-untyped-def]
+        if batch.sinks is not None:
+            seen.add("sinks")
+        if batch.head_scales:
+            seen.add("scales by head")
+        seen.update(
+            {f"dims {batch.key_width} {batch.width}", "jagged"[: 9 * (batch.starts is not None)]}
+        )
+        reference_paged_decode(batch, out, lse)
+
+    def latent(batch, out, lse, _):  # type: ignore[no-untyped-def]
+        seen.add(f"{batch.cache.dtype}" + ", chosen" * (batch.cache.shape[1] == 1))
+        reference_mla_decode(decode_check.as_multiplied(batch), out, lse)
+
+    monkeypatch.setattr(decode_check, "LONGEST", 40)
+    monkeypatch.setattr(decode_check, "launch_paged", paged)
+    monkeypatch.setattr(decode_check, "launch_mla", latent)
+    assert decode_check.check_decode(54, 0, ["paged_decode", "mla_decode"]) == {}
+    assert seen >= {
+        *("sinks", "scales by head", "jagged", "dims 512 512", "dims 192 128", "dims 64 64"),
+        *("torch.uint8", "torch.bfloat16, chosen", "torch.uint8, chosen", "torch.float8_e4m3fn"),
+    }
 
 
 def test_only_the_kernels_that_are_asked_for_are_checked(

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.language import exp2
 
-from pd_kernels.attention import Mod, alibi, document, paged_decode, plan_paged_decode, soft_cap
+from pd_kernels.attention import (
+    Mod,
+    alibi,
+    document,
+    merge_partials,
+    paged_decode,
+    plan_paged_decode,
+    soft_cap,
+)
 from pd_kernels.attention.paged_call import PagedCall, config_of
 from pd_kernels.attention.paged_kernel import launch_paged
 
@@ -79,6 +87,36 @@ def test_sinks(dtype: torch.dtype, more: dict[str, Any]) -> None:
     assert error(plain[:, :, [0, 3]], wanted[:, :, [0, 3]]) > 10 * BOUND, "sinks make a difference"
 
 
+def test_a_shared_prefix_is_read_once_by_hand() -> None:
+    """All sequences' queries are heads of one sequence, the prefix; the suffixes are a batch of their own."""
+    shared, lengths, page, kv_heads, group = 96, [130, 97, 200], 16, 2, 2
+    whole = paged_batch(lengths, kv_heads * group, kv_heads)
+    prefix = whole.table[:1, : shared // page]
+    table = whole.table.clone()
+    table[:, : shared // page] = prefix
+    whole = dataclasses.replace(whole, table=table)
+    query = whole.query.unflatten(2, (kv_heads, group)).transpose(
+        0, 2
+    )  # [kv head, 1, sequence, group]
+    heads = query.reshape(1, 1, -1, whole.query.shape[3])
+    first = dataclasses.replace(
+        whole, query=heads, table=prefix, lengths=torch.tensor([shared]), causal=False
+    )
+    rest = dataclasses.replace(
+        whole, table=table[:, shared // page :].contiguous(), lengths=whole.lengths - shared
+    )
+    out, lse = by_kernel(first, 3, torch.float32)
+    shape = kv_heads, len(lengths), group
+    out = out.view(*shape, -1).transpose(0, 1).flatten(1, 2).unsqueeze(1)
+    lse = lse.view(shape).transpose(0, 1).flatten(1, 2).unsqueeze(1)
+    own = by_kernel(rest, 3, torch.float32)
+    merged = merge_partials([out, own[0]], [lse, own[1]])
+    wanted, sums = by_reference(whole)
+    assert error(merged.out, wanted) <= BOUND
+    assert torch.allclose(merged.lse, sums, atol=1e-5, rtol=1e-5)
+    assert error(own[0], wanted) > 10 * BOUND
+
+
 @pytest.mark.parametrize("page", [16, 48, 128, 256])
 @pytest.mark.parametrize("order", ["NHD", "HND", "apart"])
 def test_pages_and_layouts(page: int, order: str) -> None:
@@ -91,6 +129,34 @@ def test_dtypes(dtype: torch.dtype, cache: torch.dtype | None) -> None:
     """An FP8 cache is held to attention over what its codes stand for."""
     scales = {"key_scale": 0.7, "value_scale": 1.9} if cache else {}
     check(paged_batch([260, 70], dtype=dtype, cache=cache, **scales))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"dim": 80, "queries": 3, "window": 70}, {"kv_heads": 1, "heads": 24, "queries": 4}],
+    ids=["4 heads", "dim 80, 3 queries, window", "96 lines, one KV head"],
+)
+def test_kv_heads_with_scales_of_their_own(more: dict[str, Any]) -> None:
+    """Held to attention in float32 over caches that were multiplied by hand; one scale for all is wrong."""
+    batch = paged_batch([300, 0, 33], cache=FP8, **more)
+    key, value = (
+        torch.tensor([0.25, 3.0])[: batch.kv_heads],
+        torch.tensor([4.0, 0.5])[: batch.kv_heads],
+    )
+    scaled = dataclasses.replace(batch, head_scales=(key, value))
+    by_hand = dataclasses.replace(
+        batch, keys=batch.keys.float() * key[:, None], values=batch.values.float() * value[:, None]
+    )
+    wanted, sums = by_reference(by_hand)
+    for found, lse in (by_kernel(scaled, 5), by_reference(scaled)):
+        assert error(found, wanted) <= BOUND
+        assert torch.allclose(lse, sums, atol=1e-5, rtol=1e-5)
+    for wrong in (
+        dataclasses.replace(batch, key_scale=float(key.max()), value_scale=float(value.max())),
+        dataclasses.replace(batch, head_scales=(value, key)),
+    ):
+        if batch.kv_heads > 1 or wrong.head_scales is not None:
+            assert error(by_kernel(wrong, 5)[0], wanted) > 10 * BOUND
 
 
 @pytest.mark.parametrize("queries", [2, 3, 5, 8])
@@ -361,13 +427,17 @@ def test_one_query_needs_no_axis_of_its_own() -> None:
     assert torch.equal(out, paged_decode(query, *others)[:, 0])
 
 
-def test_it_can_be_compiled() -> None:
-    batch = paged_batch([90, 200])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_it_can_be_compiled(by_head: bool) -> None:
+    batch = paged_batch([90, 200], cache=FP8 if by_head else None)
+    scale = torch.tensor([0.5, 2.0]) if by_head else 1.0
     mod = alibi(SLOPES)
     plan = plan_paged_decode(batch.query, batch.keys).fill(batch.lengths)
 
     def step(*given: torch.Tensor) -> Any:
-        out, lse = paged_decode(*given, score_mod=mod, return_lse=True, plan=plan)
+        out, lse = paged_decode(
+            *given, score_mod=mod, k_scale=scale, v_scale=scale, return_lse=True, plan=plan
+        )
         return out + 1, lse
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -389,8 +459,23 @@ def test_what_does_not_belong_together_is_refused() -> None:
             table,
             lengths,
         )
-    with pytest.raises(ValueError, match=r"k_scale is a tensor \[64\]: must be one number"):
-        paged_decode(query, keys, values, table, lengths, k_scale=torch.ones(64))  # type: ignore[arg-type]
+    for scales, message in (
+        ({"k_scale": torch.ones(2)}, r"k_scale is a tensor \[2\], and the other scale a number"),
+        ({"v_scale": torch.ones(2)}, r"v_scale is a tensor \[2\], and the other scale a number"),
+        *(
+            (
+                {"k_scale": wrong, "v_scale": torch.ones(2)},
+                r"k_scale of .*: must be a number, or dense",
+            )
+            for wrong in (torch.ones(64), torch.ones(2, 2), torch.ones(2).half(), torch.ones(()))
+        ),
+        (
+            {"k_scale": torch.ones(2), "v_scale": torch.ones(1)},
+            r"v_scale of .* float32 \[2\] on cpu",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paged_decode(query, keys, values, table, lengths, **scales)
     with pytest.raises(ValueError, match=r"sinks \[3\]: must be dense, \[4\]"):
         paged_decode(query, keys, values, table, lengths, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match=r"sinks of torch\.int64"):

@@ -15,8 +15,8 @@ import pytest
 import torch
 from decode_batches import FP8, error, mla_batch, paged_batch
 
-from pd_kernels.attention import direct as direct_module
 from pd_kernels.attention import (
+    decode_plan,
     document,
     mla_decode,
     mla_kernel,
@@ -27,6 +27,7 @@ from pd_kernels.attention import (
     plan_paged_decode,
     soft_cap,
 )
+from pd_kernels.attention import direct as direct_module
 from pd_kernels.attention.decode_call import DecodeCall
 from pd_kernels.attention.mla_call import MlaCall
 from pd_kernels.attention.paged_call import PagedCall
@@ -105,8 +106,10 @@ def usual(batch: PagedCall, **others: Any) -> Any:
         return paged_decode(*tensors(batch), **others)
 
 
-@pytest.mark.parametrize("cache", [torch.bfloat16, FP8])
-def test_layers_after_the_first_are_launched_as_it_was(found: Found, cache: torch.dtype) -> None:
+@pytest.mark.parametrize(("cache", "by_head"), [(torch.bfloat16, False), (FP8, False), (FP8, True)])
+def test_layers_after_the_first_are_launched_as_it_was(
+    found: Found, cache: torch.dtype, by_head: bool
+) -> None:
     """With their own queries, caches, scales and results."""
     layers = [paged_batch([90, 5], cache=cache, seed=seed) for seed in (1, 1, 1)]
     for number, layer in enumerate(layers):
@@ -114,7 +117,10 @@ def test_layers_after_the_first_are_launched_as_it_was(found: Found, cache: torc
         layer.values.copy_((layer.values.float() * 0.5**number).to(cache))
     plan = plan_paged_decode(layers[0].query, layers[0].keys).fill(layers[0].lengths)
     for number, layer in enumerate(layers):
-        scales = {"scale": 0.1 + number, "k_scale": 0.7, "v_scale": 1 + number}
+        scales: dict[str, Any] = {"scale": 0.1 + number, "k_scale": 0.7, "v_scale": 1 + number}
+        if by_head:
+            scales["k_scale"] = torch.tensor([0.7, 0.3 + number])
+            scales["v_scale"] = torch.tensor([0.5 + number, 1.0])
         out = torch.full_like(layer.query, 7.0)
         assert paged_decode(*tensors(layer), **scales, out=out, plan=plan) is out
         assert torch.equal(out, usual(layer, **scales))
@@ -134,6 +140,29 @@ def test_latents_are_too(latent: Found) -> None:
         assert torch.equal(out, wanted)
         assert torch.equal(lse, sums)
     assert latent.direct == 1
+
+
+def test_plans_after_the_first_are_launched_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For other lengths, fewer of them, and from other memory; other alignments and dtypes take another kernel."""
+    kernel = Found(decode_plan.partition_rows)
+    monkeypatch.setattr(decode_plan, "partition_rows", kernel)
+    batch = paged_batch([90, 40, 7])
+    plan = plan_paged_decode(batch.query, batch.keys, max_batch=9)
+    room = torch.tensor([300, 40, 0, 5, 60, 7, 100, 2, 9], dtype=torch.int32)
+    apart = room.clone()
+    moved = torch.empty(10, dtype=torch.int32)[1:].copy_(room)
+    for number, (lengths, counts) in enumerate(
+        [
+            *((room, (1, 0)), (room[:2], (1, 1)), (apart, (1, 2)), (room[4:], (1, 3))),
+            *((moved, (2, 3)), (room.long(), (3, 3)), (moved[:5], (3, 4))),
+        ]
+    ):
+        decode_plan.launch_plan(plan, lengths)
+        assert torch.equal(plan.ranges, plan.defined(lengths)), number
+        assert kernel.counts == counts, number
+    with tuned(direct_launch=False):
+        decode_plan.launch_plan(plan, room)
+    assert kernel.counts == (4, 4)
 
 
 def test_a_plan_that_is_filled_anew_and_other_pages_count(found: Found) -> None:

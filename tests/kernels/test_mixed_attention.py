@@ -39,7 +39,7 @@ def step(
     query = torch.randn(starts[-1], *batch.query.shape[2:], generator=source).to(batch.query.dtype)
     tables = batch.table, batch.lengths, starts, len(decodes), window
     plan = MixedPlan.of(query, batch.keys, *tables, v_cache=batch.values)
-    names = ("keys", "values", "scale", "key_scale", "value_scale", "sinks")
+    names = ("keys", "values", "scale", "key_scale", "value_scale", "sinks", "head_scales")
     return plan, {"query": query.unsqueeze(1), **{name: getattr(batch, name) for name in names}}
 
 
@@ -71,11 +71,20 @@ def check(plan: MixedPlan, layer: dict[str, Any]) -> None:
         {},
         {"window": 90},
         {"cache": FP8},
+        {"cache": FP8, "head_scales": (torch.tensor([0.3, 2.0]), torch.tensor([4.0, 0.5]))},
         {"heads": 8, "kv_heads": 1},
         {"dim": 80, "page": 48},
         {"sinks": torch.tensor([0.5, -torch.inf, 6.0, 2.0]), "value_dim": 96},
     ],
-    ids=["plain", "window", "fp8", "group of 8", "dim 80", "sinks, values of another dim"],
+    ids=[
+        "plain",
+        "window",
+        "fp8",
+        "fp8 by head",
+        "group of 8",
+        "dim 80",
+        "sinks, values of another dim",
+    ],
 )
 def test_both_kinds_equal_the_reference(others: dict[str, Any]) -> None:
     check(*step({300: 1, 40: 3}, {150: 70, 33: 33}, **others))

@@ -64,7 +64,7 @@ class Step:
         """Slots that a pool must have besides its padding."""
         return (self.pages - 1) * self.page_size
 
-    def runner(self, pool: Any, *layers: RadixAttention, **changed: Any) -> Any:
+    def runner(self, pool: Any, *layers: torch.nn.Module, **changed: Any) -> Any:
         args = {"dcp_size": 1, "tp_size": 1, **changed.pop("server_args", {})}
         return SimpleNamespace(
             token_to_kv_pool=pool,
@@ -288,6 +288,24 @@ def test_sparse_attention_is_named(fp8: bool) -> None:
     step = Step(64)
     with pytest.raises(NotImplementedError, match=r"sparse attention .* --dsa-decode-backend"):
         MlaBackend(step.runner(sparse(fp8=fp8), dtype=torch.bfloat16))
+
+
+def test_sinks_beside_latents_are_named_at_start() -> None:
+    """As in Hunyuan V4, whose layers get them with each call; the first decode ended the engine."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self, sinks: bool) -> None:
+            super().__init__()
+            self.attn_mqa = layer()
+            self.sinkhorn_rounds = 3
+            if sinks:
+                self.learnable_sink_param = torch.nn.Parameter(torch.zeros(HEADS))
+
+    step = Step(16)
+    MlaBackend(step.runner(latents(step), Attention(sinks=False)))
+    PagedBackend(step.runner(keys_and_values(step), Attention(sinks=True)))
+    with pytest.raises(NotImplementedError, match=r"sinks \(learnable_sink_param\) with MLA"):
+        MlaBackend(step.runner(latents(step), Attention(sinks=True)))
 
 
 def test_latents_that_are_divided_by_scales_are_named() -> None:

@@ -83,6 +83,9 @@ class DecodeCall:
     sinks: torch.Tensor | None = None
     """A score of each query head that has no value, `[query heads]`; see `paged_decode`."""
 
+    head_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Scales of K and of V for each KV head; see `paged_decode`."""
+
     costs: ClassVar[TileCosts]
     max_queries: ClassVar[int]
     caches: ClassVar[tuple[str, ...]]
@@ -193,10 +196,10 @@ class DecodeCall:
     def shape(self, with_lse: bool) -> tuple[int, ...]:
         """SHAPE of `split_merge.py`."""
         heads, jagged = self.kv_heads * self.blocks, self.starts is not None
-        sinks = self.sinks is not None
+        sinks, scaled = self.sinks is not None, self.head_scales is not None
         lines = (self.lines, self.height, self.group, self.width)
         padded = triton.next_power_of_2(self.width)
-        return (heads, self.paired, *lines, with_lse, jagged, sinks, padded)
+        return (heads, self.paired, *lines, with_lse, jagged, sinks, padded, scaled)
 
     def constants(self, with_lse: bool) -> dict[str, Any]:
         """Compile-time arguments and launch options of both kernels, by the names of their

@@ -6,6 +6,7 @@ waits for a copy to the host. A CUDA graph that contains the kernel makes a new 
 replay.
 """
 
+import contextlib
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 import triton
 
+from pd_kernels.attention.direct import DirectLaunch, keep, known_launch
 from pd_kernels.attention.plan_kernel import COUNTERS, partition_rows
 from pd_kernels.attention.tile_mask import TileMask
 from pd_kernels.attention.work_partition import FIELDS, RowShape, TileCosts, partition
+from pd_kernels.tuning import tuning
 
 LEAST_HEIGHT = 16
 LEAST_BATCH = 256
@@ -149,8 +152,10 @@ class DecodePlan:
             raise ValueError(f"{lengths.numel()} lengths: the plan has room for 1 to {self.room}")
         self.filled[0] = lengths.numel()
         if lengths.is_cuda:
-            with torch.cuda.device(lengths.device):
-                launch_plan(self, self.mask.fill(lengths) if self.mask else lengths)
+            if self.mask:
+                with torch.cuda.device(lengths.device):
+                    lengths = self.mask.fill(lengths)
+            launch_plan(self, lengths)
         else:
             if self.mask:
                 self.mask.fill(lengths)
@@ -180,20 +185,30 @@ def multiprocessors(device: torch.device) -> int:
 def launch_plan(plan: DecodePlan, lengths: torch.Tensor) -> None:
     """Partition the work with the kernel. With a mask, `lengths` are the mask's `tokens`, which
     exclude all that a window hides."""
-    partition_rows[(1,)](
-        lengths=lengths,
-        boundaries=plan.boundaries,
-        ranges=plan.ranges,
-        batch=lengths.numel(),
-        stride=lengths.stride(0),
-        workers=plan.workers,
-        heads=plan.rows.heads,
-        queries=plan.rows.queries,
-        window=0 if plan.mask else plan.rows.window,
-        row_cost=plan.costs.row,
-        partial_cost=plan.costs.partial,
-        TILE=plan.rows.tile,
-        BATCH=triton.next_power_of_2(max(LEAST_BATCH, plan.room)),
-        WORKERS=triton.next_power_of_2(plan.workers + 1),
-        num_warps=8,
+    device = lengths.get_device()
+    key = (
+        ("plan", lengths.dtype, lengths.data_ptr() & 15, device) if tuning().direct_launch else None
     )
+    if launch := known_launch(plan, key):
+        launch(lengths, lengths.numel(), lengths.stride(0))
+        return
+    given = {
+        "lengths": lengths,
+        "boundaries": plan.boundaries,
+        "ranges": plan.ranges,
+        "batch": lengths.numel(),
+        "stride": lengths.stride(0),
+        "workers": plan.workers,
+        "heads": plan.rows.heads,
+        "queries": plan.rows.queries,
+        "window": 0 if plan.mask else plan.rows.window,
+        "row_cost": plan.costs.row,
+        "partial_cost": plan.costs.partial,
+        "TILE": plan.rows.tile,
+        "BATCH": triton.next_power_of_2(max(LEAST_BATCH, plan.room)),
+        "WORKERS": triton.next_power_of_2(plan.workers + 1),
+    }
+    with torch.cuda.device(lengths.device) if lengths.is_cuda else contextlib.nullcontext():
+        compiled = partition_rows[(1,)](**given, num_warps=8)
+    own = ("lengths", "batch", "stride")
+    keep(plan, key, DirectLaunch.of(partition_rows, compiled, 1, given, own, device))

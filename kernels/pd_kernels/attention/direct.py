@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of a decode kernel that repeat an earlier launch, without Triton's search for the
-kernel.
+"""Launches of a decode kernel, or of a planning kernel, that repeat an earlier launch, without Triton's search for
+the kernel.
 
 The host work of a call of `paged_decode` or `mla_decode` depends on shapes, strides, dtypes and
 alignments alone. These are the same for every layer and nearly every step. The first call takes the
@@ -13,13 +13,15 @@ plan, nested batches, calls with a list of tiles, and calls of the Gluon kernel.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.runtime import driver
 
-from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.tuning import tuning
+
+if TYPE_CHECKING:
+    from pd_kernels.attention.decode_plan import DecodePlan
 
 Key = tuple[Any, ...]
 
@@ -86,7 +88,7 @@ class DirectLaunch:
 
 
 def direct_key(
-    plan: DecodePlan | None,
+    plan: "DecodePlan | None",
     tensors: Sequence[torch.Tensor],
     out: torch.Tensor | None,
     *others: bool | int,
@@ -114,12 +116,12 @@ def direct_key(
     return tuple(key)
 
 
-def known_launch(plan: DecodePlan | None, key: Key | None) -> DirectLaunch | None:
+def known_launch(plan: "DecodePlan | None", key: Key | None) -> DirectLaunch | None:
     """The launch that an earlier call with this plan and key left."""
     return None if plan is None or key is None else plan.launches.get(key)
 
 
-def keep(plan: DecodePlan | None, key: Key | None, made: DirectLaunch | None) -> None:
+def keep(plan: "DecodePlan | None", key: Key | None, made: DirectLaunch | None) -> None:
     """Keep a call's launch for later calls with the same plan and key."""
     if plan is None or key is None or made is None:
         return

@@ -30,6 +30,11 @@ def sinks_of(batch: DecodeCall) -> torch.Tensor:
     return batch.lengths if batch.sinks is None else batch.sinks
 
 
+def head_scales_of(batch: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales of a call's KV heads; any tensors if there are none, which the kernel does not read."""
+    return batch.head_scales or (batch.lengths, batch.lengths)
+
+
 def launch(
     kernel: Any,
     batch: DecodeCall,

@@ -11,7 +11,7 @@ from pd_kernels.attention.decode_call import MAX_HEIGHT
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
 from pd_kernels.attention.mixed_kernel import launch_mixed, make_tickets
 from pd_kernels.attention.operators import DecodeOutputs, check_call
-from pd_kernels.attention.paged_call import PagedCall, check_factors
+from pd_kernels.attention.paged_call import CacheScales, PagedCall, Scale
 from pd_kernels.attention.reference import reference_paged_decode
 
 
@@ -174,8 +174,8 @@ def mixed_attention(
     plan: MixedPlan,
     *,
     scale: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -210,15 +210,16 @@ def mixed_attention(
     """
     if len(q) < plan.tokens:
         raise ValueError(f"q of {len(q)} tokens: the plan was made for {plan.tokens}")
-    check_factors(k_scale=k_scale, v_scale=v_scale)
+    scales = CacheScales.of(k_scale, v_scale)
     out = DecodeOutputs.of(q, v_cache.shape[-1], out, return_lse=False, return_partials=False).out
     layer = {
         "query": q.unsqueeze(1),
         "keys": k_cache,
         "values": v_cache,
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
-        "key_scale": k_scale,
-        "value_scale": v_scale,
+        "key_scale": scales.key,
+        "value_scale": scales.value,
+        "head_scales": scales.heads,
         "sinks": sinks,
     }
     prefill, decode = plan.calls(**layer)

@@ -17,14 +17,14 @@ import triton.language as tl
 from triton.language.extra.cuda import smid
 
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
-from pd_kernels.attention.launch import sinks_of
+from pd_kernels.attention.launch import head_scales_of, sinks_of
 from pd_kernels.attention.online_softmax import LOG2E
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.paged_kernel import attend_range, loop_of
 from pd_kernels.attention.split_merge import MAX_POLLS, merge_split_rows, own_place
 
 PROGRAMS = 2
-"""Programs on a multiprocessor: one of each kind."""
+"""Programs on a multiprocessor: one of each kind. Heads of 512 elements have room for one at a time."""
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def leave(tickets, programs, processors):
 @triton.jit
 def _work(
     number, query, keys, values, batch, target, ranges, scratch, workers, query_stride,
-    table_stride, scale, value_scale, max_polls, SHAPE: tl.constexpr, PARTS: tl.constexpr,
+    table_stride, scale, value_scale, head_scales, max_polls, SHAPE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, KEY_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     ATTEND: tl.constexpr, STAGES: tl.constexpr,
@@ -74,8 +74,8 @@ def _work(
     worker, block, work_range, own = own_place(scratch, ranges, workers, number, SHAPE)
     attend_range(
         query, keys, values, table, lengths, target, own, (lengths, lengths), (), (), work_range,
-        worker, block, query_stride, table_stride, 0, scale, value_scale, SHAPE, BLOCK, KEY_DIM, PAGE, TILE,
-        WINDOW, CAUSAL, QUERY, KEY, VALUE, None, None, False, ATTEND, STAGES,
+        worker, block, query_stride, table_stride, 0, scale, value_scale, head_scales, SHAPE, BLOCK, KEY_DIM,
+        PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, None, None, False, ATTEND, STAGES,
     )  # fmt: skip
     merge_split_rows(own, target, work_range, worker, block, max_polls, SHAPE, PARTS)
 
@@ -91,7 +91,7 @@ def mixed_programs(
     query, keys, values, tickets, processors, prefill, prefill_target, prefill_ranges,
     prefill_scratch, prefill_programs, prefill_workers, prefill_table_stride, decode,
     decode_target, decode_ranges, decode_scratch, decode_programs, decode_workers,
-    decode_table_stride, query_stride, scale, value_scale, max_polls,
+    decode_table_stride, query_stride, scale, value_scale, head_scales, max_polls,
     PREFILL_SHAPE: tl.constexpr, PREFILL_PARTS: tl.constexpr, PREFILL_TILE: tl.constexpr,
     PREFILL_ATTEND: tl.constexpr, PREFILL_STAGES: tl.constexpr, DECODE_SHAPE: tl.constexpr,
     DECODE_PARTS: tl.constexpr, DECODE_TILE: tl.constexpr, DECODE_ATTEND: tl.constexpr,
@@ -104,14 +104,14 @@ def mixed_programs(
     if decodes == 0:
         _work(
             number, query, keys, values, prefill, prefill_target, prefill_ranges, prefill_scratch,
-            prefill_workers, query_stride, prefill_table_stride, scale, value_scale, max_polls,
+            prefill_workers, query_stride, prefill_table_stride, scale, value_scale, head_scales, max_polls,
             PREFILL_SHAPE, PREFILL_PARTS, BLOCK, KEY_DIM, PAGE, PREFILL_TILE, WINDOW, True, QUERY, KEY,
             VALUE, PREFILL_ATTEND, PREFILL_STAGES,
         )  # fmt: skip
     else:
         _work(
             number, query, keys, values, decode, decode_target, decode_ranges, decode_scratch,
-            decode_workers, query_stride, decode_table_stride, scale, value_scale, max_polls,
+            decode_workers, query_stride, decode_table_stride, scale, value_scale, head_scales, max_polls,
             DECODE_SHAPE, DECODE_PARTS, BLOCK, KEY_DIM, PAGE, DECODE_TILE, WINDOW, True, QUERY, KEY, VALUE,
             DECODE_ATTEND, DECODE_STAGES,
         )  # fmt: skip
@@ -156,7 +156,8 @@ def launch_mixed(
             f"{name.upper()}_ATTEND": loop_of(call),
             f"{name.upper()}_STAGES": config.stages,
         }
-    config = prefill.config._replace(programs=PROGRAMS)
+    resident = min(PROGRAMS, prefill.config.programs, decode.config.programs)
+    config = prefill.config._replace(programs=resident)
     mixed_programs[(programs,)](
         query=prefill.query,
         keys=prefill.keys,
@@ -166,6 +167,7 @@ def launch_mixed(
         query_stride=prefill.query_strides[0],
         scale=prefill.scale * prefill.key_scale * LOG2E,
         value_scale=prefill.value_scale,
+        head_scales=head_scales_of(prefill),
         max_polls=MAX_POLLS,
         BLOCK=triton.next_power_of_2(prefill.key_width),
         KEY_DIM=prefill.key_width,

@@ -12,7 +12,7 @@ from pd_kernels.attention.mla_call import LATENT, MlaCall
 from pd_kernels.attention.mla_gluon import launch_mla_gluon
 from pd_kernels.attention.mla_kernel import launch_mla_triton, score_factor
 from pd_kernels.attention.operators import DecodeOutputs, attend, operator, planned, with_queries
-from pd_kernels.attention.paged_call import FP8, check_factors
+from pd_kernels.attention.paged_call import FP8
 from pd_kernels.attention.reference import reference_mla_decode
 
 
@@ -77,7 +77,8 @@ def mla_decode(
             "queries need a call of their own"
         )
     check_filled(plan, lengths)
-    check_factors(kv_scale=kv_scale)
+    if isinstance(kv_scale, torch.Tensor):
+        raise ValueError(f"kv_scale is a tensor {list(kv_scale.shape)}: must be one number")
     if kv_scale != 1.0 and cache.dtype != FP8:
         raise ValueError(
             f"kv_scale {kv_scale:g} with a cache of {cache.dtype}: must be 1, because only a cache of {FP8} has one"

@@ -9,7 +9,7 @@ from pd_kernels.attention.decode_plan import DecodePlan, check_filled
 from pd_kernels.attention.direct import DirectLaunch, allocated, direct_key, keep, known_launch
 from pd_kernels.attention.mods import REGISTRY, Mod, check_mods
 from pd_kernels.attention.operators import DecodeOutputs, Queries, attend, operator, planned
-from pd_kernels.attention.paged_call import PagedCall, check_factors
+from pd_kernels.attention.paged_call import CacheScales, PagedCall, Scale
 from pd_kernels.attention.paged_kernel import launch_paged, score_factor
 from pd_kernels.attention.reference import reference_paged_decode
 from pd_kernels.attention.work_partition import NO_MOD
@@ -27,8 +27,8 @@ def paged_decode(
     window: int = 0,
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -63,7 +63,8 @@ def paged_decode(
         score_mod, mask_mod: change scores, and say which tokens are seen; see `mods.py`. If no
             query sees a token of a tile, the tile is skipped, unless the plan was made without the
             mask mod.
-        k_scale, v_scale: scales of an FP8 cache, by which stored values are multiplied.
+        k_scale, v_scale: scales of an FP8 cache, by which stored values are multiplied: two numbers,
+            or two tensors, float32 `[kv heads]`. A scale of queries in FP8 belongs to `k_scale`.
         sinks: a score of each query head, bfloat16, float16 or float32 `[heads]`, not scaled. It
             takes part in the softmax and has no value (gpt-oss). lse then includes it: of partials
             that are merged, one has the sinks.
@@ -100,13 +101,15 @@ def paged_decode(
         True
     """
     check_filled(plan, lengths)
-    check_factors(k_scale=k_scale, v_scale=v_scale)
+    scales = CacheScales.of(k_scale, v_scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dim = v_cache.shape[-1]
     numbers = [NO_MOD if mod is None else mod.number for mod in (score_mod, mask_mod)]
     tensors, outputs = [q, k_cache, v_cache, block_table, lengths], (return_lse, return_partials)
     if sinks is not None:
         tensors.append(sinks)
+    if scales.heads is not None:
+        tensors += scales.heads
     key = direct_key(plan, tensors, out, causal, window, *numbers, *outputs)
     if launch := known_launch(plan, key):
         out, lse = allocated(q, dim, out, *outputs)
@@ -115,7 +118,8 @@ def paged_decode(
         launch(
             *(q, block_table, lengths, target),
             *(k_cache, v_cache, (lengths, lengths)),
-            *(score_factor(scale, k_scale, score_mod), float(v_scale)),
+            *(score_factor(scale, scales.key, score_mod), scales.value),
+            scales.heads or (lengths, lengths),
         )
         return out if lse is None else (out, lse)
     if score_mod is not None or mask_mod is not None:
@@ -138,13 +142,15 @@ def paged_decode(
         scratch=scratch,
         rows=rows,
         scale=scale,
-        key_scale=k_scale,
-        value_scale=v_scale,
+        key_scale=scales.key,
+        value_scale=scales.value,
         causal=causal,
         window=window,
         score_mod=numbers[0],
         mask_mod=numbers[1],
         sinks=sinks,
+        key_scales=scales.heads and scales.heads[0],
+        value_scales=scales.heads and scales.heads[1],
     )
     keep(plan, key, made)
     return results.returned
@@ -230,6 +236,8 @@ def _run(
     score_mod: int,
     mask_mod: int,
     sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> DirectLaunch | None:
     batch = PagedCall(
         query=query,
@@ -247,6 +255,9 @@ def _run(
         score_mod=REGISTRY.get(score_mod),
         mask_mod=REGISTRY.get(mask_mod),
         sinks=sinks,
+        head_scales=None
+        if key_scales is None or value_scales is None
+        else (key_scales, value_scales),
     )
     return attend(batch, out, lse, scratch, rows, reference_paged_decode, launch_paged)
 

@@ -4,7 +4,7 @@ kernel."""
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -81,16 +81,17 @@ class PagedCall(DecodeCall):
     sinks: torch.Tensor | None = None
     """A score of each query head that has no value, `[query heads]`."""
 
+    head_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Scales of K and of V for each KV head, float32 `[KV heads]` each, beside `key_scale` and
+    `value_scale`."""
+
     @functools.cached_property
     def own_key(self) -> tuple[Any, ...]:
         starts = None if self.starts is None else (self.starts.shape, self.most_queries)
         masked = None if self.mask_mod is None else self.mask_mod.number
-        sinks = (
-            None
-            if self.sinks is None
-            else (self.sinks.shape, self.sinks.stride(), self.sinks.dtype)
-        )
-        return (*super().own_key, self.window, starts, masked, sinks)
+        own = (self.sinks, *(self.head_scales or (None, None)))
+        forms = (each if each is None else (each.shape, each.stride(), each.dtype) for each in own)
+        return (*super().own_key, self.window, starts, masked, *forms)
 
     @property
     def queries(self) -> int:
@@ -195,7 +196,18 @@ class PagedCall(DecodeCall):
             raise ValueError(
                 f"sinks of {sinks.dtype} on {sinks.device}: must be one of {SINKS} on {self.query.device}"
             )
+        self._check_head_scales()
         super().check()
+
+    def _check_head_scales(self) -> None:
+        required = (self.kv_heads,), torch.float32, self.query.device, True
+        for name, given in zip(("k_scale", "v_scale"), self.head_scales or (), strict=False):
+            if (given.shape, given.dtype, given.device, given.is_contiguous()) != required:
+                raise ValueError(
+                    f"{name} of {given.dtype} {list(given.shape)} on {given.device}: must be a number, or "
+                    f"dense float32 [{self.kv_heads}] on {self.query.device}, one of each KV head. "
+                    "Scales of sequences or tokens have no kernel"
+                )
 
     def check_kernel(self) -> None:
         for name, width in (("q", self.key_width), ("v_cache", self.width)):
@@ -204,11 +216,26 @@ class PagedCall(DecodeCall):
         super().check_kernel()
 
 
-def check_factors(**factors: object) -> None:
-    """Raise ValueError if a cache's scale is not a number: it would be applied along another axis."""
-    for name, factor in factors.items():
-        if isinstance(factor, torch.Tensor):
-            raise ValueError(
-                f"{name} is a tensor {list(factor.shape)}: must be one number for the whole cache. "
-                "Scales of heads or sequences have no kernel"
-            )
+Scale: TypeAlias = float | torch.Tensor
+"""A scale of a cache: a number, or float32 `[KV heads]`."""
+
+
+class CacheScales(NamedTuple):
+    """The scales of an FP8 cache in the form that calls take: as numbers, and as tensors."""
+
+    key: float
+    value: float
+    heads: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of(cls, k_scale: Scale, v_scale: Scale) -> "CacheScales":
+        """Raise ValueError if only one of them is a tensor."""
+        if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
+            return cls(1.0, 1.0, (k_scale, v_scale))
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if isinstance(scale, torch.Tensor):
+                raise ValueError(
+                    f"{name} is a tensor {list(scale.shape)}, and the other scale a number: both must be "
+                    "numbers, or float32 [KV heads]"
+                )
+        return cls(float(k_scale), float(v_scale), None)

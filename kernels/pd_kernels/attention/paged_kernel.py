@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.attention.direct import DirectLaunch
-from pd_kernels.attention.launch import ONE_LAUNCH, Phases, launch
+from pd_kernels.attention.launch import ONE_LAUNCH, Phases, head_scales_of, launch
 from pd_kernels.attention.mods import Mod
 from pd_kernels.attention.online_softmax import LOG2E
 from pd_kernels.attention.paged_call import PagedCall
@@ -31,6 +31,7 @@ from pd_kernels.attention.split_merge import (
     LINES,
     PADDED_DIM,
     PAIRED,
+    SCALED,
     finish_row,
     line_queries,
     merge_split_rows,
@@ -62,6 +63,7 @@ def paged_attention(
     list_stride,
     scale,  # of scores, with K's scale
     value_scale,
+    head_scales,  # of K and V of each KV head, with SHAPE[SCALED]
     max_polls,
     SHAPE: tl.constexpr,  # see `split_merge.py`, as PARTS
     PARTS: tl.constexpr,
@@ -89,7 +91,7 @@ def paged_attention(
         attend_range(
             query, keys, values, table, lengths, target, scratch, listed, score_args, mask_args,
             work_range, worker, block, query_stride, table_stride, list_stride, scale, value_scale,
-            SHAPE, BLOCK, KEY_DIM, PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, SCORE_MOD, MASK_MOD,
+            head_scales, SHAPE, BLOCK, KEY_DIM, PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, SCORE_MOD, MASK_MOD,
             LISTED, ATTEND, STAGES,
         )  # fmt: skip
     if MERGE:
@@ -116,6 +118,7 @@ def attend_range(
     list_stride,
     scale,
     value_scale,
+    head_scales,
     SHAPE: tl.constexpr,
     BLOCK: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -167,6 +170,7 @@ def attend_range(
         place += (head * SHAPE[GROUP] + number % SHAPE[GROUP]) * QUERY[1]
         mask = exists[:, None] & (column < KEY_DIM)[None, :]
         lines = tl.load(query + place[:, None] + column[None, :], mask=mask, other=0.0)
+        factor = scale * tl.load(head_scales[0] + head) if SHAPE[SCALED] else scale
         result, top, total = ATTEND(
             lines=lines,
             keys=keys + head.to(tl.int64) * KEY[2],
@@ -182,7 +186,7 @@ def attend_range(
             length=length,
             begin=unseen + start,
             end=unseen + stop,
-            scale=scale,
+            scale=factor,
             DIM=KEY_DIM,
             BLOCK=BLOCK,
             VALUE_DIM=SHAPE[DIM],
@@ -205,6 +209,9 @@ def attend_range(
         )
         whole = (start == 0) & (stop == count)
         row = row * SHAPE[PAIRED] + block
+        if SHAPE[SCALED]:
+            _, head, _ = result_lines(row, line, SHAPE)
+            result = result * tl.load(head_scales[1] + head)
         finish_row(scratch, target, work_range, worker, row, start, whole, (result,), weight, SHAPE)
 
 
@@ -215,7 +222,7 @@ def loop_of(batch: PagedCall) -> Any:
     return attend_codes if batch.words else attend_tiles
 
 
-FRESH = ("keys", "values", "listed", "scale", "value_scale")
+FRESH = ("keys", "values", "listed", "scale", "value_scale", "head_scales")
 """Arguments of this kernel that differ from call to call; see `DirectLaunch`."""
 
 
@@ -250,6 +257,7 @@ def launch_paged(
         mask_args=mask.args if mask else (),
         scale=score_factor(batch.scale, batch.key_scale, score),
         value_scale=float(batch.value_scale),
+        head_scales=head_scales_of(batch),
         BLOCK=triton.next_power_of_2(batch.key_width),
         KEY_DIM=batch.key_width,
         PAGE=batch.keys.shape[1],

@@ -84,6 +84,11 @@ def reference_paged_decode(batch: PagedCall, out: torch.Tensor, lse: torch.Tenso
                 (batch.values, batch.value_scale),
             )
         )
+        if batch.head_scales is not None:
+            keys, values = (
+                each * own[:, None]
+                for each, own in zip((keys, values), batch.head_scales, strict=True)
+            )
         result, sums = attend(
             query,
             keys,

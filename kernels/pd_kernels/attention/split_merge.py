@@ -44,9 +44,9 @@ _LN2 = tl.constexpr(1 / LOG2E)
 # A row's shape, `SHAPE`: rows of a sequence, blocks of lines that run side by side, lines per KV head,
 # lines of a row (padded), query heads per KV head, elements of a line of the result, whether lse is
 # wanted, whether sequences have different numbers of queries, whether query heads have sinks, elements of a
-# line of the result (padded).
-HEADS, PAIRED, LINES, HEIGHT, GROUP, DIM, WITH_LSE, JAGGED, SINKS, PADDED_DIM = (
-    tl.constexpr(place) for place in range(10)
+# line of the result (padded), whether KV heads have scales of their own.
+HEADS, PAIRED, LINES, HEIGHT, GROUP, DIM, WITH_LSE, JAGGED, SINKS, PADDED_DIM, SCALED = (
+    tl.constexpr(place) for place in range(11)
 )
 
 # How a split row is merged, `PARTS`: pieces merged at a time, lines of a merge part, elements of

@@ -28,6 +28,7 @@ from pd_kernels.sglang.refusals import (
     gpu_refusals,
     layer_refusals,
     refuse,
+    sink_refusals,
     verify_refusals,
 )
 
@@ -98,6 +99,7 @@ class DecodeBackend(AttentionBackend):
     """The common part of both backends: page tables and plans of a step.
 
     Attributes:
+        model: SGLang's model, loaded.
         layers: the model's layers on this rank.
         chunk_tokens: tokens of an attention chunk, whose tokens see only each other (Llama 4), if
             the model has such chunks.
@@ -115,9 +117,8 @@ class DecodeBackend(AttentionBackend):
         self.page_size: int = runner.page_size
         self.device = runner.device
         self.dtype: torch.dtype = runner.dtype
-        self.layers = [
-            module for module in runner.model.modules() if isinstance(module, RadixAttention)
-        ]
+        self.model: torch.nn.Module = runner.model
+        self.layers = [each for each in self.model.modules() if isinstance(each, RadixAttention)]
         self._req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         # With data-parallel attention SGLang pads batches to a multiple of ranks.
         self._most_requests = len(self._req_to_token) + runner.server_args.tp_size
@@ -400,7 +401,7 @@ class MlaBackend(DecodeBackend):
         # SGLang's own backend for prompts divides latents by these scales with any cache dtype.
         scales = {layer.k_scale_float or 1.0 for layer in self.layers} - {1.0}
         reasons += [f"a checkpoint with KV scales ({scale:g})" for scale in sorted(scales)]
-        return reasons
+        return reasons + sink_refusals(self.model, RadixAttention)
 
     def plan_key(self, layer: Any) -> Any:
         return layer.tp_q_head_num

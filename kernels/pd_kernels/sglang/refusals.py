@@ -121,6 +121,25 @@ def layer_refusals(
     return reasons
 
 
+def sink_refusals(model: torch.nn.Module, layer_type: type) -> list[str]:
+    """The reasons why `mla_decode`, which has no sinks, cannot decode a model.
+
+    Args:
+        model: SGLang's model, loaded. A module with sinks hands them to its layers with each call, so they are looked
+            for among the tensors beside layers.
+        layer_type: SGLang's class of layers.
+    """
+    names = {
+        name
+        for module in model.modules()
+        if any(isinstance(child, layer_type) for child in module.children())
+        for tensors in (module.named_parameters, module.named_buffers)
+        for name, _ in tensors(recurse=False)
+        if "sink" in name
+    }
+    return [f"attention sinks ({', '.join(sorted(names))}) with MLA"] if names else []
+
+
 def gpu_refusals(device: Any, large: Sequence[str], fp8: bool) -> list[str]:
     """The reasons why the kernels cannot run on a GPU.
 

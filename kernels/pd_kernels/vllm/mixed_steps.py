@@ -33,10 +33,10 @@ def mixed_plans(
         page_size: tokens of a page.
         dtype: the model's dtype.
     """
-    impls = {layer.impl.plan_key: layer.impl for layer in layers}
     prefills = common.num_actual_tokens > decodes.tokens
     if not tuning().mixed_steps or not prefills or any(layer.impl.has_mod for layer in layers):
         return {}
+    impls = {layer.impl.plan_key: layer.impl for layer in layers}
     starts = common.query_start_loc_cpu.tolist()
     scalar = torch.empty((), dtype=dtype, device=common.seq_lens.device)
     plans = {}

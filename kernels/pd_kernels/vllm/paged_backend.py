@@ -34,6 +34,9 @@ class PagedImpl(AttentionImpl):
     where: ClassVar[str]
     """The beginning of a refusal's message."""
 
+    scales_by_head: ClassVar[bool]
+    """Whether the stock backend writes an FP8 cache with a scale of each KV head, if the checkpoint has such scales."""
+
     can_return_lse_for_decode = False
     supports_dcp = False
 
@@ -184,7 +187,8 @@ class PagedImpl(AttentionImpl):
     ) -> None:
         decodes = metadata.decodes
         assert decodes is not None
-        query, keys, values = self._read(layer, query, kv_cache, output.dtype)
+        scales = self._scales(layer, query)
+        query, keys, values = self._read(query, kv_cache, output.dtype)
         shape = (decodes.requests, decodes.queries, *query.shape[1:])
         paged_decode(
             query.view(shape),
@@ -196,7 +200,7 @@ class PagedImpl(AttentionImpl):
             window=self.window,
             score_mod=self._mod,
             sinks=self.sinks,
-            **self._scales(layer),
+            **scales,
             out=output.view(shape),
             plan=metadata.plans.get(self.plan_key),
         )
@@ -211,25 +215,29 @@ class PagedImpl(AttentionImpl):
     ) -> None:
         """Attend with prefill chunks and decodes in one launch."""
         tokens = metadata.num_actual_tokens
-        query, keys, values = self._read(layer, query[:tokens], kv_cache, output.dtype)
+        scales = self._scales(layer, query)
+        query, keys, values = self._read(query[:tokens], kv_cache, output.dtype)
         out = output[:tokens].view(query.shape)
         plan = metadata.mixed[self.plan_key]
-        scales = self._scales(layer)
         mixed_attention(
             query, keys, values, plan, scale=self.scale, sinks=self.sinks, out=out, **scales
         )
 
     def _read(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, dtype: torch.dtype
+        self, query: torch.Tensor, kv_cache: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries in `dtype`, and views of K and V."""
-        if query.dtype == FP8:  # vLLM quantises queries if the cache is FP8
-            query = query.to(dtype) * layer._q_scale
+        """Queries in `dtype`, without their scale, and views of K and V."""
         stored = kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
-        return query, *self.pages(stored)
+        return query.to(dtype), *self.pages(stored)
 
-    def _scales(self, layer: Any) -> dict[str, Any]:
-        """Scales of an FP8 cache, as `paged_decode` takes them."""
+    def _scales(self, layer: Any, query: torch.Tensor) -> dict[str, Any]:
+        """Scales of an FP8 cache, as `paged_decode` takes them. That of queries, which vLLM rounds to FP8 beside such a
+        cache, is a factor of the scores like K's."""
         if not self.stored_dtype:
             return {}
-        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
+        coded = query.dtype == FP8
+        if self.scales_by_head and layer._k_scale.numel() > 1:
+            keys = layer._k_scale * layer._q_scale if coded else layer._k_scale
+            return {"k_scale": keys, "v_scale": layer._v_scale}
+        own = layer._q_scale_float if coded else 1.0
+        return {"k_scale": layer._k_scale_float * own, "v_scale": layer._v_scale_float}

@@ -72,6 +72,11 @@ class PagedBuilder(AttentionMetadataBuilder):
         self._allocated: dict[int, dict[PlanKey, DecodePlan]] = {}  # by the number of queries
         logger.info_once("Decoding with pd_kernels.paged_decode.")
 
+    def use_cascade_attention(self, *args: Any, **named: Any) -> bool:
+        """No: vLLM 0.31 asks where `--no-disable-cascade-attn` is set. Decodes would leave CUDA graphs for nothing, because
+        they do not use a shared prefix. Later versions do not ask."""
+        return False
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> PagedMetadata:

@@ -69,6 +69,7 @@ class PagedCpuImpl(PagedImpl, CPUAttentionBackendImpl):
     """A layer with CPU_ATTN's pages."""
 
     where = "Decoding with pd_kernels on a CPU"
+    scales_by_head = False  # CPU_ATTN writes with the largest of them
 
     @classmethod
     def allowed(cls) -> Supported:

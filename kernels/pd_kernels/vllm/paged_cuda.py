@@ -52,10 +52,6 @@ class PagedFlash(FlashAttentionBackend):
         return False
 
     @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return False
-
-    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """False: the split of a sequence depends on the whole batch."""
         return False
@@ -104,6 +100,7 @@ class PagedFlashImpl(PagedImpl, FlashAttentionImpl):
     """A layer with FlashAttention's pages."""
 
     where = "Decoding with pd_kernels"
+    scales_by_head = True
 
     @classmethod
     def allowed(cls) -> Supported:

@@ -49,8 +49,10 @@ KERNELS = ("paged_decode", "mla_decode", "merge_partials", "mixed_attention")
 
 HEADS = (
     *(Heads(32, 8, 128), Heads(28, 4, 128), Heads(40, 8, 128), Heads(8, 1, 64), Heads(6, 6, 80)),
-    *(Heads(8, 4, 256), Heads(64, 8, 128)),
+    *(Heads(8, 4, 256), Heads(64, 8, 128), Heads(16, 2, 512), Heads(64, 8, 64), Heads(64, 8, 192)),
 )
+NARROW_VALUES = {192: 128}
+"""Elements of a value, where it has fewer than a key (MiMo-V2)."""
 
 
 def check_decode(cases: int, seed: int, kernels: Collection[str] = KERNELS) -> Problems:
@@ -90,25 +92,39 @@ def _paged(chance: random.Random) -> str:
     cache = chance.choice([torch.bfloat16, FP8])
     window = chance.choice([0, 0, 100, 4_096])
     arguments = paged_set(lengths, heads, page, cache, queries)
+    arguments = arguments._replace(
+        values=arguments.values[..., : NARROW_VALUES.get(heads.dim, heads.dim)]
+    )
     scales = (heads.dim**-0.5, 1.0, 1.0) if cache != FP8 else (heads.dim**-0.5, 0.7, 1.3)
     batch = PagedCall(*arguments, *scales, True, window, *_mods(chance, heads.query, lengths))
     skip = chance.random() < 0.7
     if chance.random() < 0.3:
         batch = _jagged(chance, batch)
+    if chance.random() < 0.3:
+        sinks = torch.randn(heads.query, device=decode_cases.DEVICE) * 3
+        batch = replace(batch, sinks=sinks)
+    if cache == FP8 and chance.random() < 0.5:
+        batch = replace(batch, head_scales=_head_scales(heads))
     shown = f"{heads} page {page} {cache} queries {queries} window {window} lengths {lengths}"
     shown += " jagged" * (batch.starts is not None) + " masked" * (batch.mask_mod is not None)
+    shown += " sinks" * (batch.sinks is not None) + " scales by head" * bool(batch.head_scales)
     batch.check()
     batch.check_kernel()
     plan = (batch if skip else replace(batch, mask_mod=None)).plan()
     kernel = _Kernel(
         plan=plan,
         lengths=batch.lengths,
-        shape=batch.query.shape,
+        shape=(*batch.query.shape[:3], batch.width),
         reference=lambda out, lse: reference_paged_decode(batch, out, lse),
         launch=lambda out, lse: launch_paged(batch, out, lse, plan.tensors),
     )
     wrong = _compare(kernel)
     return f"{shown}: {wrong}" if wrong else ""
+
+
+def _head_scales(heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+    own = torch.rand(2, heads.kv, device=decode_cases.DEVICE) + 0.5
+    return own[0], own[1]
 
 
 def _jagged(chance: random.Random, batch: PagedCall) -> PagedCall:
@@ -124,9 +140,20 @@ def _jagged(chance: random.Random, batch: PagedCall) -> PagedCall:
 def _latent(chance: random.Random) -> str:
     lengths, heads = _lengths(chance), chance.choice([16, 24, 64, 128])
     queries, page = chance.choice([1, 2, 4]), chance.choice([16, 64])
-    coded = chance.random() < 0.4
-    batch = MlaCall(*latent_set(lengths, heads, queries, page, coded), 0.05, True)
-    shown = f"heads {heads} page {page} queries {queries} coded {coded} lengths {lengths}"
+    form = chance.choice(["bfloat16", "bfloat16", "coded", "coded", "one scale"])
+    chosen = chance.random() < 0.25
+    if chosen:
+        queries, page = 1, 1
+    given = latent_set(lengths, heads, queries, page, form == "coded")
+    kv_scale = 1.0
+    if form == "one scale":
+        kv_scale = 0.02
+        given = given._replace(cache=(given.cache / kv_scale).to(FP8))
+    if chosen:
+        given.table[:, ::5] = -1
+    batch = MlaCall(*given, 0.05, not chosen, kv_scale)
+    shown = f"heads {heads} page {page} queries {queries} {form} lengths {lengths}"
+    shown += " chosen" * chosen
     wrong = check_latent(batch)
     return f"{shown}: {wrong}" if wrong else ""
 
@@ -200,6 +227,8 @@ def _mixed(chance: random.Random) -> str:
         "values": given.values,
     }
     layer["scale"] = heads.dim**-0.5
+    if cache == FP8 and chance.random() < 0.5:
+        layer["head_scales"] = _head_scales(heads)
     expected = torch.zeros(layer["query"].shape, device=decode_cases.DEVICE)
     reference_paged_decode(plan.whole(**layer), expected, None)
     for _ in range(LAUNCHES):

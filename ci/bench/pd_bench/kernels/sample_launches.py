@@ -84,10 +84,12 @@ def paged_call(
     swapped: bool = False,
     value_dim: int = 0,
     sinks: bool = False,
+    by_head: bool = False,
     **mods: Any,
 ) -> Launched:
     """Launch `paged_decode`. `listed` takes tiles from a mask's list, `jagged` a nested batch,
-    `swapped` multiplies as on Hopper; values have `value_dim` elements, by default `dim`."""
+    `swapped` multiplies as on Hopper; values have `value_dim` elements, by default `dim`; `by_head`: each KV head has
+    scales."""
     value_dim = value_dim or dim
     kv = torch.zeros(4, page, kv_heads, dim + value_dim).to(dtype)
     query = torch.zeros(2, queries, heads, dim, dtype=BF16)
@@ -101,6 +103,7 @@ def paged_call(
         starts=torch.zeros(3, dtype=torch.int64) if jagged else None,
         most_queries=queries if jagged else 0,
         sinks=torch.zeros(heads, dtype=BF16) if sinks else None,
+        head_scales=(torch.zeros(kv_heads), torch.zeros(kv_heads)) if by_head else None,
     )
     plan = batch.plan() if listed else plan_of(batch, 264)
     lse = torch.zeros(query.shape[:3])
