@@ -473,7 +473,8 @@ class PoolLinker(UnifiedCacheLinker):
 
     def _tables(self, offload: _Offload, node: _Node) -> list[list[int]]:
         """The pages of a node's path, by page table; -1 for pages of a window that SGLang has freed, or may free before they are
-        copied: its lock of the node does not keep the windows of the nodes before."""
+        copied: its lock of the node does not keep the windows of the nodes before. -1, too, for windows that were handed over:
+        a handoff fills the first page of a window only as far as the next token sees it."""
         tables = [self._pages(node.slots)]
         if not self._window:
             return tables
@@ -483,6 +484,8 @@ class PoolLinker(UnifiedCacheLinker):
         allocator = self._params.token_to_kv_pool_allocator
         windowed = self._pages(allocator.translate_swa_indices_for_transfer(node.slots))
         free = max(0, node.before - self._window) // self._page_size
+        if self._rank is not None and self._rank.consumes:
+            free = max(free, -(-len(self._inserting.origin_input_ids) // self._page_size))
         tables.append([-1] * free + [page if page > 0 else -1 for page in windowed[free:]])
         return tables
 

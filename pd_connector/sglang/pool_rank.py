@@ -94,6 +94,7 @@ class PoolRank:
         thread: copies chunks out of pages.
         facts: the model, as far as it is known.
         watch: watches the weights.
+        consumes: see `RankCache`.
 
     Args:
         facts: the model when the engine starts.
@@ -123,6 +124,7 @@ class PoolRank:
         settings = settings.within(codecs)
         self._store, self._settings = store, settings
         self._adapters, self._handoffs = adapters, handoffs
+        self.consumes = rank.consumes
         self._loads = settings.read and not rank.consumes
         self._engine_id, self._leads = rank.engine_id, rank.leads
         self.loads, saves = rank.caches

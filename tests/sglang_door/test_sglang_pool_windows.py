@@ -117,6 +117,17 @@ def test_windows_that_can_be_freed_are_not_saved(make: Make, store: LocalStore) 
     assert [page < 0 for page in windowed] == [True] * kept + [False] * (len(full) - kept)
 
 
+@pytest.mark.parametrize(("window", "loaded"), [(0, 256), (WINDOW, 0)])
+def test_a_decode_engine_saves_no_window_that_was_handed_over(
+    make: Make, store: LocalStore, window: int, loaded: int
+) -> None:
+    """A handoff has no token before the window of the prompt's end, and fills the window's first page only in part."""
+    decode = make(consumes=True, page_size=16, window=window)
+    decode.compute(decode.request(prompt(300)))
+    until(lambda: stored(store) == 2)
+    assert make(window=window, write=False).ask(prompt(300)) == loaded
+
+
 def test_the_window_that_a_chunk_begins_in_is_kept_until_it_is_saved(make: Make) -> None:
     """SGLang's own lock of the node would not keep it."""
     engine = make(window=40, page_size=16)
