@@ -70,10 +70,9 @@ class LoadTokens(NamedTuple):
             yield max(low, begin), min(self.stop, stop), pages
 
     def first_wanted(self, group: Group, tables: Tables) -> int | None:
-        """The first required token in a writable page: the first token of the page that holds the earliest token which the
-        next computed token attends to. Engines keep pages for other requests, which may attend to all of a page."""
+        """The first required token in a writable page: the earliest token that the next computed token attends to."""
         window = max(0, self.stop_token - group.window + 1) if group.window else 0
-        low = max(self.start, self.first_token, window - window % group.page_size)
+        low = max(self.start, self.first_token, window)
         runs = _runs_of_pages(tables[group.table], group.page_size, low, self.stop)
         return next((max(low, begin) for begin, _, _ in runs), None)
 
