@@ -73,12 +73,12 @@ def chunk_gated_delta_rule_cpu(
     """Prompts, or parts of prompts, one behind the other in `[1, token, head, dim]`. Returns (outputs, states, nothing)."""
     assert not head_first
     assert use_qk_l2norm_in_kernel
-    out = torch.empty_like(v)
+    out, states = torch.empty_like(v), _keys_first(initial_state, k, v)
     for number, first, stop in _sequences(cu_seqlens):
         slot = int(initial_state_indices[number])
         part = slice(first, stop)
         out[0, part] = _delta_rule(
-            q[0, part], k[0, part], v[0, part], g[0, part], beta[0, part], initial_state[slot]
+            q[0, part], k[0, part], v[0, part], g[0, part], beta[0, part], states[slot]
         )
     return out, initial_state, torch.empty(0)
 
@@ -108,16 +108,20 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 ) -> torch.Tensor:
     """One token of each request, `[1, request, head, dim]`."""
     decay, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
-    out = torch.empty_like(v)
+    out, states = torch.empty_like(v), _keys_first(initial_state_source, k, v)
     for number, slot in enumerate(initial_state_indices.tolist()):
         if slot < 0:  # padding
             continue
         part = slice(number, number + 1)
-        state = initial_state_source[slot]
         out[0, part] = _delta_rule(
-            q[0, part], k[0, part], v[0, part], decay[0, part], beta[0, part], state
+            q[0, part], k[0, part], v[0, part], decay[0, part], beta[0, part], states[slot]
         )
     return out
+
+
+def _keys_first(states: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """States as `[slot, head, key dim, value dim]`. SGLang's pool says `[slot, head, value dim, key dim]`, also on a CPU."""
+    return states.view(*states.shape[:2], k.shape[-1], v.shape[-1])
 
 
 def _sequences(starts: torch.Tensor) -> Iterator[tuple[int, int, int]]:

@@ -70,9 +70,10 @@ class LoadTokens(NamedTuple):
             yield max(low, begin), min(self.stop, stop), pages
 
     def first_wanted(self, group: Group, tables: Tables) -> int | None:
-        """The first required token in a writable page: the earliest token that the next computed token attends to."""
+        """The first required token in a writable page: the first token of the page that holds the earliest token which the
+        next computed token attends to. Engines keep pages for other requests, which may attend to all of a page."""
         window = max(0, self.stop_token - group.window + 1) if group.window else 0
-        low = max(self.start, self.first_token, window)
+        low = max(self.start, self.first_token, window - window % group.page_size)
         runs = _runs_of_pages(tables[group.table], group.page_size, low, self.stop)
         return next((max(low, begin) for begin, _, _ in runs), None)
 
@@ -97,14 +98,18 @@ def _runs_of_pages(
 def check_covered(
     covered: Mapping[tuple[int, int], int], own: Geometry, tables: Tables, span: LoadTokens
 ) -> None:
-    """Raises PoolError if a token that is wanted is in no part."""
+    """Raises PoolError if a token that is wanted is in no part.
+
+    Args:
+        covered: the first token of the chunk, from 0, that the parts have of each layer and head.
+    """
     for group in own.groups:
         first = span.first_wanted(group, tables)
         if first is None:
             continue
         for layer in group.layers:
             for head in own.heads(group):
-                if covered.get((layer, head), span.stop) > first:
+                if span.start + covered.get((layer, head), CHUNK_TOKENS) > first:
                     raise PoolError(
                         Miss.UNLIKE,
                         f"chunk {span.number} was stored without token {first} of layer {layer} head {head}",
@@ -237,7 +242,6 @@ def plan_load(
         IndexError: a table is too short.
     """
     pieces: list[LoadPiece] = []
-    covered: dict[tuple[int, int], int] = {}
     span = LoadTokens(number, first_token, stop_token)
     span.check_tables(own, tables)
     for place, (geometry, needed) in enumerate(parts):
@@ -246,18 +250,46 @@ def plan_load(
         }
         for run in needed.form:
             first, heads = span.start + run.first_token, _heads(run, geometry)
-            whole = msgspec.structs.replace(run, first_token=0)  # routes do not depend on it
-            for route in _routes(whole, geometry, own):
-                for layer in route.layers:
-                    for head in route.heads:
-                        covered[layer, head] = min(first, covered.get((layer, head), first))
+            for route in _run_routes(run, geometry, own):
                 for low, high, pages in span.intervals(route, tables, first):
                     all_heads = len(route.heads) == heads
                     pieces += _load_pieces(
                         place, run, route, (low, high), pages, offsets, all_heads
                     )
-    check_covered(covered, own, tables, span)
+    check_covered(_covered(parts, own), own, tables, span)
     return pieces
+
+
+def first_covered(parts: Sequence[tuple[Geometry, ReadPlan]], own: Geometry, table: int) -> int:
+    """The token of a chunk, from 0, from which on its parts have KV of all layers of a page table; `CHUNK_TOKENS` if they
+    lack a layer or head.
+
+    Args:
+        parts, own: as for `plan_load`.
+    """
+    covered = _covered(parts, own)
+    return max(
+        covered.get((layer, head), CHUNK_TOKENS)
+        for group in own.groups
+        if group.table == table
+        for layer in group.layers
+        for head in own.heads(group)
+    )
+
+
+def _covered(
+    parts: Sequence[tuple[Geometry, ReadPlan]], own: Geometry
+) -> dict[tuple[int, int], int]:
+    """The first token of a chunk, from 0, that its parts have of each layer and head."""
+    covered: dict[tuple[int, int], int] = {}
+    for geometry, needed in parts:
+        for run in needed.form:
+            for route in _run_routes(run, geometry, own):
+                for layer in route.layers:
+                    for head in route.heads:
+                        first = covered.get((layer, head), CHUNK_TOKENS)
+                        covered[layer, head] = min(run.first_token, first)
+    return covered
 
 
 def _load_pieces(
@@ -284,6 +316,11 @@ def _load_pieces(
         if at_once and offsets[layers[-1]] != offsets[layers[0]] + (len(layers) - 1) * nbytes:
             offset = None  # between them lies a layer that is not needed
         yield LoadPiece(part, run, route, chunk, pages, offset)
+
+
+def _run_routes(run: Run, geometry: Geometry, own: Geometry) -> tuple[Route, ...]:
+    """As `_routes`, which do not depend on the first token."""
+    return _routes(msgspec.structs.replace(run, first_token=0), geometry, own)
 
 
 @functools.lru_cache(maxsize=512)

@@ -103,7 +103,7 @@ def _receiver_made(
 def _step(
     original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **options: Any
 ) -> Any:
-    linker = _linker_of(scheduler)
+    linker = linker_of(scheduler)
     if linker is not None:
         linker.step(batch)
     manager = manager_of(scheduler)
@@ -115,7 +115,7 @@ def _step(
 
 def _idle(original: Callable[..., Any], scheduler: Any) -> Any:
     result = original(scheduler)
-    manager, linker = manager_of(scheduler), _linker_of(scheduler)
+    manager, linker = manager_of(scheduler), linker_of(scheduler)
     if manager is not None:
         manager.idle()
     if linker is not None:
@@ -174,16 +174,20 @@ def manager_of(scheduler: Any) -> Any:
     return queue.kv_manager if queue is not None and _is_ours(queue) else None
 
 
-def _linker_of(scheduler: Any) -> Any:
+def linker_of(scheduler: Any) -> Any:
     """PDConnector's linker of this scheduler's cache, if the engine has a KV pool."""
-    wrapper = getattr(getattr(scheduler, "tree_cache", None), "linker", None)
+    return linker_behind(getattr(getattr(scheduler, "tree_cache", None), "linker", None))
+
+
+def linker_behind(wrapper: Any) -> Any:
+    """PDConnector's linker behind SGLang's `UnifiedCacheLinkerWrapper`; None if there is none."""
     linker = getattr(wrapper, "cache_linker", None)
     return linker if hasattr(linker, "offloading") else None
 
 
 def _weights_of(scheduler: Any) -> list[Any]:
     """What watches the weights of this scheduler's rank."""
-    manager, linker = manager_of(scheduler), _linker_of(scheduler)
+    manager, linker = manager_of(scheduler), linker_of(scheduler)
     watches = [] if manager is None else [manager.weights]
     return watches if linker is None or linker.weights is None else [*watches, linker.weights]
 

@@ -32,10 +32,9 @@ from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.pool.copy_plan import LoadPiece
 from pd_connector.pool.jobs import Fill, PromptChunk, Save, Saved
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.stored import gathered_bytes
 from pd_connector.protocol.consuming.incoming import Finished
 from pd_connector.sglang.hooks import manager_of
-from pd_connector.sglang.pool_chunks import HeldChunk, arranged, planned
+from pd_connector.sglang.pool_chunks import HeldChunk, planned
 from pd_connector.sglang.pool_prompts import Apart, PoolPrompt, chunks_of, salt_of
 from pd_connector.sglang.pool_rank import PoolRank
 from pd_connector.sglang.pool_settings import check_linker, pool_config
@@ -57,10 +56,26 @@ class _Offload:
     Attributes:
         jobs: names of saves and comparisons under way.
         stored: the final report to SGLang: whether it need not offer this node again.
+        parent: a lock of the node before it, whose window has the beginning of this node's first chunk.
     """
 
     jobs: set[str] = field(default_factory=set)
     stored: bool = True
+    parent: Any = None
+
+
+class _Node(NamedTuple):
+    """A node of SGLang's cache.
+
+    Attributes:
+        before: tokens before it.
+        slots: slots of all tokens up to its end.
+        parent: id of the node before it.
+    """
+
+    before: int
+    slots: torch.Tensor
+    parent: Any
 
 
 class _Copy(NamedTuple):
@@ -96,11 +111,16 @@ class PoolLinker(UnifiedCacheLinker):
         self._page_size: int = params.page_size
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: self._pool}
+        self._window = 0
+        """Tokens before a token that layers with a sliding window see, in whole pages; 0: there are no such layers."""
+        if len(components) > 1:
+            self.pools[PoolName.SWA] = self._pool.swa_kv_pool
+            self._window = -(-params.swa_retain_window // self._page_size) * self._page_size
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.layer_num)
         self._rank: PoolRank | None = None
         self._cache: Any = None  # SGLang's radix cache
         self._inserting: Any = None  # the request whose KV enters the cache now
-        self._node: tuple[int, Any] | None = None  # tokens before a node, and its path's slots
+        self._node: _Node | None = None  # which SGLang offloads now
         self._offloads: deque[_Offload] = deque()
         self._jobs: dict[str, _Offload] = {}
         self._lock = threading.Lock()  # of `_jobs` and what they change
@@ -229,7 +249,9 @@ class PoolLinker(UnifiedCacheLinker):
                 core = wrapper.cache.tree_core
                 root = wrapper.cache.root_node_handle(req.extra_key)
                 slots = core.collect_full_device_indices(node_id, root)
-                self._node = len(slots) - len(transfers[0].device_indices), slots
+                before = len(slots) - len(transfers[0].device_indices)
+                ((*_, own),) = core.collect_path_info([node_id])
+                self._node = _Node(before, slots, own.parent_id)
         except Exception:
             logger.exception("request %s: its chunks are not saved", req.rid)
         try:
@@ -249,13 +271,19 @@ class PoolLinker(UnifiedCacheLinker):
         if prompt is None or not self._usable(prompt):
             return []
         most = min(prompt.matched + len(transfers[0].keys) * self._page_size, len(prompt.tokens))
-        held = {each.chunk.number for each in prompt.held}
+        held = {each.chunk.number: each for each in prompt.held}
         lengths, number = [], prompt.matched // CHUNK_TOKENS
+        windows_from = prompt.matched  # the token from which on windows are whole
         while number in held and number < (prompt.settled or 0):
+            ready = held[number].ready
+            if ready is not None and ready.window_from:
+                windows_from = max(windows_from, number * CHUNK_TOKENS + ready.window_from)
             number += 1
-            if number * CHUNK_TOKENS > most:
+            stop = number * CHUNK_TOKENS
+            if stop > most:
                 break
-            lengths.append((number * CHUNK_TOKENS - prompt.matched) // self._page_size)
+            if windows_from <= max(prompt.matched, stop - self._window):
+                lengths.append((stop - prompt.matched) // self._page_size)
         return lengths
 
     def _usable(self, prompt: PoolPrompt) -> bool:
@@ -276,7 +304,7 @@ class PoolLinker(UnifiedCacheLinker):
         load = None
         try:
             if prompt is not None:
-                load = self._planned(prompt, transfers[0].device_indices)
+                load = self._planned(prompt, [each.device_indices for each in transfers])
         except Exception:
             logger.exception("request %s: its chunks cannot be loaded; it is computed", rid)
         ((agreed, _),) = self._agree([(int(load is not None), 0)])
@@ -289,16 +317,22 @@ class PoolLinker(UnifiedCacheLinker):
         self._queued[rid] = load
         return True
 
-    def _planned(self, prompt: PoolPrompt, slots: torch.Tensor) -> _Load | None:
+    def _planned(self, prompt: PoolPrompt, slots: Sequence[torch.Tensor]) -> _Load | None:
         """The plan which chunks are copied into which slots; None if SGLang requests a length that `lookup` did not
-        name."""
+        name.
+
+        Args:
+            slots: slots for the tokens behind the prompt's cached prefix. Second, if layers have a sliding window: their slots
+                for the last tokens.
+        """
         assert self._rank is not None
-        first, stop = prompt.matched, prompt.matched + len(slots)
+        first, stop = prompt.matched, prompt.matched + len(slots[0])
         last = stop // CHUNK_TOKENS
         if not self._usable(prompt) or stop % CHUNK_TOKENS or last > (prompt.settled or 0):
             return None
-        pages = (slots[:: self._page_size] // self._page_size).tolist()
-        tables = [[-1] * (first // self._page_size) + pages]
+        tables = [
+            [-1] * ((stop - len(each)) // self._page_size) + self._pages(each) for each in slots
+        ]
         numbers = range(first // CHUNK_TOKENS, last)
         held = [each for each in prompt.held if each.chunk.number in numbers]
         if [each.chunk.number for each in held] != list(numbers):
@@ -310,11 +344,12 @@ class PoolLinker(UnifiedCacheLinker):
             if ready is None:
                 return None
             pieces = planned(ready.read, own, tables, number, first, stop)
-            payloads = ready.payloads
-            if first > number * CHUNK_TOKENS:  # the cache has the chunk's first pages
-                payloads = arranged(ready.read, pieces, bytearray(gathered_bytes(pieces)))
-            copies += [_Copy(*both) for both in zip(pieces, payloads, strict=True)]
+            copies += map(_Copy, pieces, ready.payloads_of(pieces))
         return _Load(copies, held)
+
+    def _pages(self, slots: torch.Tensor) -> list[int]:
+        """The pages of slots that fill pages."""
+        return (slots[:: self._page_size] // self._page_size).tolist()  # type: ignore[no-any-return]
 
     def start_layer_wise_loading(self) -> int:
         if not self._queued:
@@ -375,26 +410,22 @@ class PoolLinker(UnifiedCacheLinker):
             return True
         try:
             fence = self._fence()
-            for job in self._new_jobs(offload, *self._node):
+            for job in self._new_jobs(offload, self._node):
                 self._rank.thread.execute(job, fence)
         except Exception:
             logger.exception("chunks are not saved")
             offload.stored = False
         return True
 
-    def _new_jobs(self, offload: _Offload, before: int, slots: torch.Tensor) -> list[Save | Fill]:
-        """The saves and comparisons of the chunks that end in a node.
-
-        Args:
-            before: tokens before the node.
-            slots: slots of all tokens up to the node's end.
-        """
+    def _new_jobs(self, offload: _Offload, node: _Node) -> list[Save | Fill]:
+        """The saves and comparisons of the chunks that end in a node."""
         rank, req = self._rank, self._inserting
         assert rank is not None
         model = rank.model
-        numbers = range(before // CHUNK_TOKENS, len(slots) // CHUNK_TOKENS)
+        numbers = range(node.before // CHUNK_TOKENS, len(node.slots) // CHUNK_TOKENS)
         if not numbers:
             return []
+        tables = self._tables(offload, node)
         apart = rank.apart(req) if rank.takes(req) else None
         if not model or apart is None:
             offload.stored = False
@@ -404,11 +435,15 @@ class PoolLinker(UnifiedCacheLinker):
             chunks = chunks_of(model, tokens, apart, first=numbers.start)
         except OverflowError:
             return []
-        pages = (slots[:: self._page_size] // self._page_size).tolist()
         jobs: list[Save | Fill] = []
         begun: list[bytes] = []
         for chunk in chunks:
-            compares = chunk.key in rank.prompts.audit
+            first, stop = (
+                token // self._page_size for token in (chunk.first_token, chunk.stop_token)
+            )
+            # What a window has passed cannot be compared.
+            gone = any(table[stop - 1] < 0 for table in tables)
+            compares = chunk.key in rank.prompts.audit and not gone
             if chunk.key in self._begun and not compares:
                 continue
             name = self._name(offload, len(jobs))
@@ -418,15 +453,14 @@ class PoolLinker(UnifiedCacheLinker):
                 while len(self._begun) > _MOST_BEGUN:
                     self._begun.popitem(last=False)
                 break
-            first, stop = (
-                token // self._page_size for token in (chunk.first_token, chunk.stop_token)
-            )
             begun.append(chunk.key)
             if compares:
                 rank.prompts.audit.pop(chunk.key, None)
-                jobs.append(_comparison(name, model, chunk, [-1] * first + pages[first:stop]))
+                pages = tuple([-1] * first + table[first:stop] for table in tables)
+                jobs.append(_comparison(name, model, chunk, pages))
             elif rank.writes(req):
-                jobs.append(Save(name, model, chunk, (pages[first:stop],), rank.tenant(req)))
+                pages = tuple(table[first:stop] for table in tables)
+                jobs.append(Save(name, model, chunk, pages, rank.tenant(req)))
             else:
                 begun.pop()
                 self._ended(Saved(name))
@@ -436,6 +470,26 @@ class PoolLinker(UnifiedCacheLinker):
             for chunk in chunks:
                 self._begun.pop(chunk.key, None)
         return jobs
+
+    def _tables(self, offload: _Offload, node: _Node) -> list[list[int]]:
+        """The pages of a node's path, by page table; -1 for pages of a window that SGLang has freed, or may free before they are
+        copied: its lock of the node does not keep the windows of the nodes before."""
+        tables = [self._pages(node.slots)]
+        if not self._window:
+            return tables
+        if node.before % CHUNK_TOKENS:  # the first chunk begins before the node
+            result = self._cache.inc_lock_ref(node.parent)
+            offload.parent = node.parent, result.to_dec_params()
+        allocator = self._params.token_to_kv_pool_allocator
+        windowed = self._pages(allocator.translate_swa_indices_for_transfer(node.slots))
+        free = max(0, node.before - self._window) // self._page_size
+        tables.append([-1] * free + [page if page > 0 else -1 for page in windowed[free:]])
+        return tables
+
+    def _unlock(self, offload: _Offload) -> None:
+        if offload.parent is not None:
+            self._cache.dec_lock_ref(*offload.parent)
+            offload.parent = None
 
     def _name(self, offload: _Offload, jobs: int) -> str | None:
         """A unique name for a job; None if too many jobs are under way."""
@@ -466,7 +520,9 @@ class PoolLinker(UnifiedCacheLinker):
             return count
 
     def pop_completed_offload(self) -> bool:
-        return self._offloads.popleft().stored
+        offload = self._offloads.popleft()
+        self._unlock(offload)
+        return offload.stored
 
     # `UnifiedCacheLinker`: its end
 
@@ -480,7 +536,8 @@ class PoolLinker(UnifiedCacheLinker):
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         self._copier.submit(lambda: None).result()
-        self._offloads.clear()
+        while self._offloads:
+            self._unlock(self._offloads.popleft())
         self._begun.clear()
         self.layer_done_counter.reset()
 
@@ -505,7 +562,9 @@ class PoolLinker(UnifiedCacheLinker):
         return [(int(ready), int(chunks)) for ready, chunks in numbers.tolist()]
 
 
-def _comparison(name: str, model: bytes, chunk: PromptChunk, pages: list[int]) -> Fill:
+def _comparison(
+    name: str, model: bytes, chunk: PromptChunk, pages: tuple[Sequence[int], ...]
+) -> Fill:
     """Compare a chunk of the pool with the pages in which it was computed here."""
     span = chunk.first_token, chunk.stop_token
-    return Fill(name, model, (chunk,), *span, (pages,), compares=True)
+    return Fill(name, model, (chunk,), *span, pages, compares=True)

@@ -11,18 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pd_connector.agent.thread_priority import prefer_this_thread
 from pd_connector.errors import Miss, PoolError
 from pd_connector.kv.geometry import Geometry
 from pd_connector.kv.model import ModelFacts
-from pd_connector.pool.copy_plan import LoadPiece, plan_load
+from pd_connector.pool.copy_plan import LoadPiece, first_covered, plan_load
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.loader import Loader, ReadBuffer, ReadChunk
+from pd_connector.pool.read_plan import ReadPlan
 from pd_connector.pool.store.base import FAR, Found
 from pd_connector.pool.stored import gathered_bytes, payloads
+from pd_connector.sglang.cache import WINDOW_TABLE
 
 logger = logging.getLogger("pd_connector.sglang")
 
@@ -41,11 +43,23 @@ class Ready(NamedTuple):
     Attributes:
         pieces: the copies to make, with placeholders instead of page ids.
         payloads: the bytes of each piece.
+        window_from: the token of the chunk, from 0, from which on layers with a sliding window have whole pages here;
+            `CHUNK_TOKENS`: none. 0 for a model without windows.
     """
 
     read: ReadChunk
     pieces: list[LoadPiece]
     payloads: list[memoryview]
+    window_from: int = 0
+
+    def payloads_of(self, pieces: Sequence[LoadPiece]) -> list[memoryview]:
+        """The payload of each of these pieces of the chunk. Payloads that were not arranged yet are arranged now: a load can
+        need a part of the chunk."""
+        by_bytes = dict(zip(map(_bytes_of, self.pieces), self.payloads, strict=True))
+        others = [piece for piece in pieces if _bytes_of(piece) not in by_bytes]
+        made = arranged(self.read, others, bytearray(gathered_bytes(others)))
+        by_bytes.update(zip(map(_bytes_of, others), made, strict=True))
+        return [by_bytes[_bytes_of(piece)] for piece in pieces]
 
 
 @dataclass(eq=False)
@@ -189,10 +203,27 @@ class HeldChunks:
         number = held.chunk.number
         span = number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS
         (page_size,) = {group.page_size for group in self._own.groups}
-        tables = [range(span[1] // page_size)]
+        tables = [list(range(span[1] // page_size))]
+        window_from = 0
+        if any(group.table == WINDOW_TABLE for group in self._own.groups):
+            # Without its windows a chunk still serves prompts that go on long behind it.
+            first = first_covered(_needs(read), self._own, WINDOW_TABLE)
+            window_from = -(-first // page_size) * page_size
+            tables.append(list(tables[0]))
+            for page in range((span[0] + window_from) // page_size):
+                tables[WINDOW_TABLE][page] = -1
         pieces = planned(read, self._own, tables, number, *span)
         room = held.buffer.room(-1, gathered_bytes(pieces))
-        return Ready(read, pieces, arranged(read, pieces, room))
+        return Ready(read, pieces, arranged(read, pieces, room), window_from)
+
+
+def _bytes_of(piece: LoadPiece) -> tuple[Any, ...]:
+    """Which bytes of a chunk a piece has."""
+    return piece.part, piece.chunk, piece.run.layers, piece.route.layers, piece.route.heads
+
+
+def _needs(read: ReadChunk) -> list[tuple[Geometry, ReadPlan]]:
+    return [(part.geometry, part.need) for part in read.parts]
 
 
 def planned(
@@ -204,8 +235,7 @@ def planned(
     stop_token: int,
 ) -> list[LoadPiece]:
     """How a chunk comes into pages; see `plan_load`."""
-    needs = [(part.geometry, part.need) for part in read.parts]
-    return plan_load(needs, own, tables, number, first_token, stop_token)
+    return plan_load(_needs(read), own, tables, number, first_token, stop_token)
 
 
 def arranged(

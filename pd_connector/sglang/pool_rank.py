@@ -185,7 +185,7 @@ class PoolRank:
 
         parallel = get_parallel()
         check_model(scheduler, parallel)
-        check_kv_pool(pool)
+        check_kv_pool(pool, scheduler.token_to_kv_pool_allocator)
         opened = open_pool(config.pool)
         assert opened is not None
         shard = own_shard(pool, parallel.attn_tp_rank, parallel.attn_tp_size)
@@ -195,6 +195,7 @@ class PoolRank:
                 pool,
                 kv_heads(model),
                 shard,
+                sliding_window=scheduler.sliding_window_size or 0,
                 scales=kv_scales(model),
             )
             for _ in range(2)

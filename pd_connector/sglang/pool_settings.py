@@ -113,10 +113,10 @@ def check_linker(server_args: Any, params: Any, components: Collection[Any]) -> 
     """Raises ConfigError if the cache of an engine cannot be kept."""
     check_arguments(server_args)
     names = sorted(component.name for component in components)
-    if names != ["FULL"]:
+    if names not in (["FULL"], ["FULL", "SWA"]):
         raise ConfigError(
-            f"cache of {', '.join(names)}: the KV pool of PDConnector keeps full attention of SGLang in this version; serve "
-            f"this model without the config key `pool` in {CONFIG_VARIABLE}"
+            f"cache of {', '.join(names)}: the KV pool of PDConnector keeps full attention and sliding windows of SGLang in this "
+            f"version; serve this model without the config key `pool` in {CONFIG_VARIABLE}"
         )
     check_page_size(params.page_size)
 
@@ -146,10 +146,22 @@ def check_model(scheduler: Any, parallel: Any) -> None:
         raise ConfigError("--enable-dp-attention: not supported beside the KV pool of PDConnector")
 
 
-def check_kv_pool(pool: Any) -> None:
-    """Raises ConfigError if a prompt's KV has parts that a load would not wait for."""
-    if getattr(pool, "use_dsa", False):
+def check_kv_pool(pool: Any, allocator: Any) -> None:
+    """Raises ConfigError if a prompt's KV has parts that a load would not wait for, or pages that are not the cache's."""
+    pools = pool, getattr(pool, "full_kv_pool", None), getattr(pool, "swa_kv_pool", None)
+    if any(getattr(each, "use_dsa", False) for each in pools):
         raise ConfigError(
             "sparse attention (DSA): the KV pool of PDConnector does not keep index keys of SGLang in this version; serve "
             f"this model without the config key `pool` in {CONFIG_VARIABLE}"
+        )
+    if getattr(pool, "full_layer_nums", 1) == 0:
+        raise ConfigError(
+            "all layers have a sliding window: the KV pool of PDConnector keeps windows of SGLang beside full attention in this "
+            "version; add --disable-hybrid-swa-memory, so that SGLang keeps all tokens, or leave out the config key `pool` in "
+            f"{CONFIG_VARIABLE}"
+        )
+    if getattr(allocator, "swa_req_ring", False):
+        raise ConfigError(
+            "sliding windows in a ring of each request: SGLang's cache does not have them; leave out the config key `pool` in "
+            f"{CONFIG_VARIABLE}"
         )

@@ -31,8 +31,8 @@ from scheduler_plugins.router.policies.registry import create as create_policy
 from scheduler_plugins.sim import trace
 
 FAILED = 2
-_GENERATED = 3000
-"""Requests of a trace that is made of two lengths."""
+_GENERATED, _MOST_REQUESTS = 3000, 1_000_000
+"""Fewest requests of a trace that is made of two lengths, and the most that windows have together."""
 _MOST_MS = 3_600_000.0
 """Windows of the lowest rates last hardly longer."""
 _WIDTH = 140
@@ -78,6 +78,8 @@ def plan(**options: Any) -> None:
 
 
 def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
+    if given.out:
+        files.check_free(given.out)
     model = read_model(Path(given.model)) if given.model else None
     stock = _inventory(given, model)
     for name in ("ttft_ms", "tpot_ms"):
@@ -86,8 +88,9 @@ def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
                 f"{name} {getattr(given, name)}: must be a number of milliseconds above 0, at most an hour; a plan needs both "
                 "promises"
             )
-    if given.requests < FEWEST:
-        raise PlanError(f"requests {given.requests}: must be {FEWEST} or more, for four windows")
+    if not FEWEST <= given.requests <= _MOST_REQUESTS:
+        said = f"must be {FEWEST} or more, for four windows, and at most {_MOST_REQUESTS:,}"
+        raise PlanError(f"requests {given.requests}: {said}")
     if given.per_s is not None and not 0 < given.per_s < inf:
         raise PlanError(f"per_s {given.per_s}: must be a number above 0")
     create_order(given.order)
@@ -99,10 +102,11 @@ def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    made = make(
-        stock, requests, promise, per_s=given.per_s or 0.0, each=given.requests // WINDOWS, order=given.order,
-        policy=given.policy, say=say,
-    )  # fmt: skip
+    with console.status("simulating") as status:
+        made = make(
+            stock, requests, promise, per_s=given.per_s or 0.0, each=given.requests // WINDOWS, order=given.order,
+            policy=given.policy, say=say, ran=lambda runs: status.update(f"simulating: {runs} windows"),
+        )  # fmt: skip
     return made, _served(given.model) or next(iter(stock.kinds.values())).model or "MODEL"
 
 
@@ -141,10 +145,10 @@ def _requests(given: SimpleNamespace) -> Sequence[Waiting]:
         )
     if not given.out:
         raise PlanError("out: none is given; a plan of two lengths writes its trace there")
-    path = given.out / "trace.csv"
+    path = given.out / _trace_name(given)
     try:
         given.out.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(_generated(*lengths)) + "\n")
+        path.write_text("\n".join(_generated(*lengths, max(_GENERATED, given.requests))) + "\n")
     except OSError as error:
         raise PlanError(
             f"{given.out}: cannot be written ({error.strerror}); name another --out"
@@ -152,11 +156,11 @@ def _requests(given: SimpleNamespace) -> Sequence[Waiting]:
     return trace.load(path)
 
 
-def _generated(prompt: int, answer: int) -> Iterator[str]:
+def _generated(prompt: int, answer: int, number: int = _GENERATED) -> Iterator[str]:
     """A trace in Azure's form: Poisson arrivals, lengths from half to one and a half times the mean."""
     random, at_s = Random(0), 0.0
     yield "TIMESTAMP,ContextTokens,GeneratedTokens"
-    for _ in range(_GENERATED):
+    for _ in range(number):
         at_s += random.expovariate(1.0)
         hours, rest = divmod(at_s, 3600)
         minutes, seconds = divmod(rest, 60)
@@ -165,7 +169,9 @@ def _generated(prompt: int, answer: int) -> Iterator[str]:
 
 
 def _trace_name(given: SimpleNamespace) -> str:
-    return "trace.csv" if given.trace is None else str(given.trace.absolute())
+    if given.trace is None:  # a name that no recorded trace has
+        return f"trace-{given.prompt_tokens}-{given.answer_tokens}.csv"
+    return str(given.trace.absolute())
 
 
 def _check_context(requests: Sequence[Waiting], model: Model | None) -> None:
@@ -206,17 +212,8 @@ def _parameters() -> Iterator[Parameter]:
 
 
 def _table(made: Plan) -> Table:
-    table = Table(
-        "search",
-        "fleet",
-        "requests /s",
-        "spread",
-        "per GPU",
-        "binds",
-        "costs",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
+    columns = ("search", "fleet", "requests /s", "spread", "per GPU", "binds", "costs")
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for row in made.rows:
         table.add_row(
             row.search, row.candidate.name, f"{row.per_s:.2f}", f"{min(row.windows):.1f} - {max(row.windows):.1f}",

@@ -95,10 +95,8 @@ def _sized(config: dict[str, Any], path: Path) -> Model:
             f"model {path}: hidden_size, num_hidden_layers, num_attention_heads and num_key_value_heads must be 1 or more"
         )
     dim = size("head_dim", default=hidden / heads)
-    experts, chosen = (
-        size("num_experts", "n_routed_experts", "num_local_experts", default=0),
-        size("num_experts_per_tok", default=0),
-    )
+    experts = size("num_experts", "n_routed_experts", "num_local_experts", default=0)
+    chosen = size("num_experts_per_tok", default=0)
     width = size("intermediate_size", "n_inner", default=4 * hidden)
     each = 3 * hidden * size("moe_intermediate_size", default=width)
     mlp, used = (each * experts, each * (chosen or 1)) if experts else (3 * hidden * width,) * 2
@@ -135,10 +133,8 @@ def _sized(config: dict[str, Any], path: Path) -> Model:
 def estimated(model: Model, sheet: Sheet, gpus: int) -> EngineProfile | None:
     """The profile of an engine on `gpus` GPUs; None if weights and a few sequences do not fit."""
     speed = gpus * OF_TP[gpus]
-    flops, bandwidth = (
-        sheet.flops_per_s * OF_FLOPS * speed,
-        sheet.bytes_per_s * OF_BANDWIDTH * speed,
-    )
+    flops = sheet.flops_per_s * OF_FLOPS * speed
+    bandwidth = sheet.bytes_per_s * OF_BANDWIDTH * speed
     room = gpus * (sheet.memory_bytes * OF_MEMORY - ACTIVATIONS_BYTES) - model.weight_bytes
     kv_tokens = int(room / model.kv_bytes_per_token)
     if kv_tokens < 2 * CHUNK_TOKENS:

@@ -69,10 +69,7 @@ class Engine(NamedTuple):
         words += ["--enforce-eager"] if self.cpu_gib else []
         words += ["--scheduler-cls", _SCHEDULER]
         if not self.alone:
-            transfer: dict[str, object] = {
-                "kv_connector": "PDConnector",
-                "kv_role": ROLES[self.role],
-            }
+            transfer = dict[str, object](kv_connector="PDConnector", kv_role=ROLES[self.role])
             if apart:
                 transfer["kv_connector_extra_config"] = {"host": self.node}
             words += ["--kv-transfer-config", msgspec.json.encode(transfer).decode()]
@@ -128,15 +125,8 @@ def fleet_file(fleet: Fleet) -> FleetFile:
 def simulate_command(plan: Plan, row: Row, trace: str, file: str) -> str:
     """The command whose column `in time` is that of the row."""
     window = plan.windows[row.worst]
-    words = [
-        "pd-router",
-        "simulate",
-        trace,
-        "--skip",
-        str(window.skip),
-        "--limit",
-        str(len(window.requests)),
-    ]
+    words = ["pd-router", "simulate", trace, "--skip", str(window.skip)]
+    words += ["--limit", str(len(window.requests))]
     words += ["--fleet", file, "--level", "2", "--per-s", f"{row.candidate.unit_per_s:.4f}"]
     words += [
         f"--{name}-ms={value * 1e3:g}"
@@ -186,6 +176,7 @@ def write(
                 *(folder / name for name in (ROUTER, VALUES, COMPOSE)),
             ):
                 old.unlink(missing_ok=True)
+        (folder / PAGE).write_text(page)  # first: after a failure the folder is still a plan's
         for n, row in enumerate(plan.rows):
             (folder / fleet_name(n)).write_bytes(
                 msgspec.yaml.encode(fleet_file(row.candidate.fleet))
@@ -206,7 +197,6 @@ def write(
         for name, content in ((VALUES, values), (COMPOSE, compose)):
             if content is not None:
                 (folder / name).write_bytes(msgspec.yaml.encode(content))
-        (folder / PAGE).write_text(page)
     except OSError as error:
         raise PDConnectorError(
             f"{folder}: cannot be written ({error.strerror}); name another --out"
@@ -252,18 +242,12 @@ def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
     if any(engine.copy for engine in engines):
         return None, "our chart has one router; this plan has one for each node"
     if any(engine.alone for engine in engines):
-        return (
-            None,
-            "our chart starts prefill and decode engines; this fleet has engines that do both",
-        )
+        return None, "our chart starts no engines that do both"
     for role in (Role.PREFILL, Role.DECODE):
         side = [engine for engine in engines if engine.role is role]
         kinds = {(len(engine.gpus), engine.chunk_tokens) for engine in side}
         if len(kinds) > 1:
-            return (
-                None,
-                f"our chart has one tensor parallelism a side; {role} has {len(kinds)} kinds of engines",
-            )
+            return None, f"our chart has one kind of engine a side; {role} has {len(kinds)}"
         tp, chunk = kinds.pop()
         values[str(role)] = {
             "replicas": len(side),
@@ -275,7 +259,18 @@ def chart_values(engines: list[Engine], model: str) -> tuple[Values, str]:
 
 def _is_plan(page: Path) -> bool:
     """Whether a page is one of ours: nothing of another folder is deleted."""
-    return page.exists() and page.read_bytes().startswith(TITLE.encode())
+    return page.is_file() and page.read_bytes().startswith(TITLE.encode())
+
+
+def check_free(folder: Path) -> None:
+    """Raises PDConnectorError if the folder is a file, or has files with a plan's names that no plan wrote."""
+    if folder.exists() and not folder.is_dir():
+        raise PDConnectorError(f"{folder}: is a file; name another --out")
+    for name in () if _is_plan(folder / PAGE) else (PAGE, ROUTER, VALUES, COMPOSE, fleet_name(0)):
+        if (folder / name).exists():
+            raise PDConnectorError(
+                f"{folder / name}: no plan wrote it, and it would be lost; name another --out"
+            )
 
 
 def compose_services(plan: Plan, engines: list[Engine], model: str) -> tuple[Values, str]:
@@ -295,11 +290,8 @@ def compose_services(plan: Plan, engines: list[Engine], model: str) -> tuple[Val
         volumes.append(_plain(f"{model}:{model}:ro"))
     for engine in engines:
         role = "engine" if engine.alone else str(engine.role)
-        device = {
-            "driver": "nvidia",
-            "device_ids": [str(gpu) for gpu in engine.gpus],
-            "capabilities": ["gpu"],
-        }
+        gpus = [str(gpu) for gpu in engine.gpus]
+        device = {"driver": "nvidia", "device_ids": gpus, "capabilities": ["gpu"]}
         services[f"{role}-{engine.port}"] = {
             **_LIKE_OURS,
             "environment": ["HF_TOKEN"],

@@ -58,7 +58,7 @@ def windows_of(requests: Sequence[Waiting], each: int) -> list[Window]:
 
 @dataclass
 class Judge:
-    """Simulates fleets. `runs` and `simulated` count what that took."""
+    """Simulates fleets. `runs` and `simulated` count what that took; `ran` is called with `runs` after each one."""
 
     windows: Sequence[Window]
     promise: Promise
@@ -68,6 +68,7 @@ class Judge:
     """Where the search for a rate begins."""
     runs: int = 0
     simulated: int = 0
+    ran: Callable[[int], None] = lambda runs: None
 
     def __post_init__(self) -> None:
         self._hardest = list(range(len(self.windows)))
@@ -87,6 +88,7 @@ class Judge:
         requests = scenario.arrivals(self.windows[window].requests, per_s=[per_s])
         self.runs += 1
         self.simulated += len(requests)
+        self.ran(self.runs)
         return scenario.cluster(self.policy or "least_delay").run(requests)
 
     def kept(self, fleet: Fleet, per_s: float, window: int) -> float:

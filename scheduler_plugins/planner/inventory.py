@@ -180,18 +180,25 @@ def _checked(file: InventoryFile, folder: Path, model: Model | None, force: bool
     if file.budget.watts and file.budget.price_per_h:
         raise PlanError("budget: has both price_per_h and watts; give one")
     kinds = dict[str, EngineProfile]()
-    for name in dict.fromkeys(node.device for node in nodes):
+    devices = dict.fromkeys(node.device for node in nodes)
+    for name in devices:
         most = max(node.gpus for node in nodes if node.device == name)
         kinds |= _kinds(name, file.devices.get(name, Device()), most, folder, model, force)
+    for name in file.devices:
+        if name not in devices:
+            near = did_you_mean(name, devices) or f"nodes have {', '.join(devices)}"
+            raise PlanError(f"device '{name}': no node has it; {near}")
     if not kinds:
         weights = f"{model.weight_bytes / 1e9:.0f} GB of weights" if model else "the profiles' GPUs"
         raise PlanError(
             f"gpus: too few for {weights} on any node; use devices with more memory, or more GPUs a node"
         )
-    if file.budget.price_per_h and not all(profile.price_per_h for profile in kinds.values()):
-        raise PlanError(
-            "budget: price_per_h needs a price_per_h of every device (devices: {NAME: {price_per_h: 2.5}})"
-        )
+    for name in ("price_per_h", "watts"):
+        free = [kind for kind, profile in kinds.items() if not getattr(profile, name)]
+        if getattr(file.budget, name) and free:
+            raise PlanError(
+                f"budget: {name} needs a {name} of every device, {free[0]} has none (devices: {{NAME: {{{name}: 2.5}}}})"
+            )
     if len({profile.kv_bytes_per_token for profile in kinds.values()}) > 1:
         raise PlanError(
             "profiles: kv_bytes_per_token differ; all engines must have one model and one dtype of KV"
@@ -208,11 +215,8 @@ def _checked(file: InventoryFile, folder: Path, model: Model | None, force: bool
 def _nodes(file: InventoryFile) -> Iterator[PlanNode]:
     several, names = sum(entry.number for entry in file.nodes) > 1, set[str]()
     for entry in file.nodes:
-        for kind, name in (
-            ("name", entry.name),
-            ("device", entry.device),
-            ("rack", entry.rack or "r"),
-        ):
+        texts = {"name": entry.name, "device": entry.device, "rack": entry.rack or "r"}
+        for kind, name in texts.items():
             if not _NAME.fullmatch(name):
                 raise PlanError(
                     f"{kind} '{name}': must be letters, digits, dots and dashes: it becomes part of commands"
@@ -242,6 +246,11 @@ def _kinds(
     """Kinds of engines of a device that fit on one of its nodes."""
     if device.profiles:
         made = [_measured(folder / file, model, force) for file in device.profiles]
+        if len({profile.gpus for profile in made}) < len(made):
+            gpus = ", ".join(str(profile.gpus) for profile in made)
+            raise PlanError(
+                f"profiles of device '{name}': are of {gpus} GPUs; give one for each number of GPUs"
+            )
     elif name not in SHEETS:
         near = did_you_mean(name, SHEETS) or f"known are {', '.join(SHEETS)}"
         raise PlanError(

@@ -52,11 +52,8 @@ def _lines(plan: Plan, trace: str, left_out: list[str]) -> Iterator[str]:
     for row in plan.rows:
         yield _row(row, engines)
     yield ""
-    losers = [
-        row.search
-        for row in plan.rows
-        if not row.wins and row.search not in ("planner", "colocated")
-    ]
+    papers = [row for row in plan.rows if row.search not in ("planner", "colocated")]
+    losers = [row.search for row in papers if not row.wins]
     if losers:
         yield f"Never within 2 % of the best here: {', '.join(losers)}."
         yield ""

@@ -34,6 +34,8 @@ WORTH = 1.03
 """Disaggregation is recommended if it has this many times the rate of engines that do both, in every window."""
 FEWEST = 40
 """A trace with fewer requests has no windows."""
+_WRITTEN = 1e4
+"""Rates are written in parts of 1 / 10,000."""
 _LITTLE = 0.05
 """Part of the closed-form rate at which a promise that cannot be kept is looked at."""
 
@@ -114,6 +116,7 @@ def make(
     order: str = "srjf_calibrated",
     policy: str = "",
     say: Callable[[str], None] = lambda text: None,
+    ran: Callable[[int], None] = lambda runs: None,
 ) -> Plan:
     """Plan.
 
@@ -121,6 +124,7 @@ def make(
         requests: the trace.
         per_s: the rate that must be kept; 0: the highest.
         each: requests of a window.
+        ran: called with the number of simulated windows so far.
 
     Raises:
         PlanError: the trace has too few requests, or no fleet keeps the promise at this rate; then the message says
@@ -131,10 +135,16 @@ def make(
             f"trace: has {len(requests)} requests, wanted are {FEWEST} or more for four windows; record a longer one, "
             "or give --prompt-tokens, --answer-tokens and --per-s"
         )
+    windows = windows_of(requests, each)
+    if any(part[0].arrival_s == part[-1].arrival_s for _, part in windows):
+        raise PlanError(
+            f"trace: all {len(windows[0].requests)} requests of a window come at the same time, so they have no rate; record "
+            "times that differ, or give more --requests"
+        )
     bounds = Bounds(inventory, Workload.of(requests, promise.tpot_s))
     if not (likely := _likely(bounds)):
         raise PlanError("budget: no fleet that answers is within it; give more, or cheaper devices")
-    judge = Judge(windows_of(requests, each), promise, policy, order)
+    judge = Judge(windows, promise, policy, order, ran=ran)
     judge.first_per_s = max(0.1, bounds.of(likely[0]) / 8)
     rows, by_fleet = list[Row](), dict[Fleet, Row]()
     for name, how in SEARCHES.items():
@@ -150,9 +160,10 @@ def make(
         rows.append(replace(same, search=name))
     if not rows:
         raise PlanError(f"promise: no fleet keeps it at any rate; {_possible(judge, bounds)}")
-    if (most := max(row.candidate.unit_per_s for row in rows)) > judge.most_per_s * 0.97:
+    most = max(row.candidate.unit_per_s for row in rows)
+    if most + 1 / _WRITTEN > judge.most_per_s * 0.97:
         raise PlanError(
-            f"requests {each * len(judge.windows)}: at {most:.1f} requests a second a window lasts less than {LASTS} promised "
+            f"requests {each * len(judge.windows)}: at {most:.3g} requests a second a window lasts less than {LASTS} promised "
             "first tokens, and every rate is in time; give more --requests, of a longer trace"
         )
     chosen, why = _chosen(rows)
@@ -176,7 +187,7 @@ def _likely(bounds: Bounds) -> list[Mix]:
 
 
 def _row(name: str, candidate: Candidate, judge: Judge, inventory: Inventory) -> Row:
-    rate = floor(candidate.unit_per_s * 1e4) / 1e4  # as it is written
+    rate = floor(candidate.unit_per_s * _WRITTEN) / _WRITTEN
     candidate = candidate._replace(per_s=rate * candidate.copies)
     windows = [
         judge.of_window(candidate.fleet, n, rate) * candidate.copies
@@ -212,10 +223,7 @@ def _chosen(rows: Sequence[Row]) -> tuple[Row, str]:
     ]
     shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     if min(ratios) >= WORTH:
-        return (
-            best,
-            f"disaggregated it has {shown} times the rate of engines that do both, in the four windows",
-        )
+        return best, f"it has {shown} times the rate of engines that do both, in the four windows"
     return rival, (
         f"disaggregation has {shown} times its rate in the four windows; it is recommended from {WORTH} times in every "
         "window on"

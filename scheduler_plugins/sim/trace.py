@@ -4,25 +4,29 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import IO, Annotated, AnyStr
 
 import msgspec
 
 from scheduler_plugins.order.request import Waiting
 
 PAGE_SIZE = 512
+LONGEST_LINE, MOST_BYTES = 1 << 20, 256 << 20
+"""Bytes of a line, and of all lines that are read: about a million requests. A file can be endless."""
+MOST_TOKENS = 100_000_000
+"""A longer prompt or answer is a mistake: this is ten times the longest context of today's models."""
 
 
 class TraceError(ValueError):
     """A file that is not a trace; the message names the line."""
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
 class _Line(msgspec.Struct):
@@ -56,7 +60,7 @@ def read(path: Path, limit: int | None = None) -> list[Waiting]:
     n = 0
     try:
         with path.open("rb") as lines:
-            for n, text in enumerate(lines):
+            for n, text in enumerate(_lines(path, lines)):
                 if limit is not None and len(requests) >= limit:
                     break
                 if text.strip():
@@ -83,13 +87,15 @@ def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
     n = 1
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:
-            for n, row in enumerate(csv.DictReader(lines), 2):
+            for n, row in enumerate(csv.DictReader(_lines(path, lines)), 2):
                 if limit is not None and len(requests) >= limit:
                     break
                 at = datetime.fromisoformat(row["TIMESTAMP"]).replace(tzinfo=UTC)
                 tokens, more = int(row["ContextTokens"]), int(row["GeneratedTokens"])
                 if min(tokens, more) < 0:
                     raise ValueError("tokens below 0")
+                if max(tokens, more) > MOST_TOKENS:
+                    raise ValueError(f"more than {MOST_TOKENS:,} tokens")
                 requests.append(
                     Waiting(
                         id=str(n - 2),
@@ -100,9 +106,13 @@ def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
                         priority=max(1, tokens),
                     )
                 )
-    except (KeyError, TypeError, ValueError) as error:
+    except TraceError:
+        raise
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         columns = "TIMESTAMP,ContextTokens,GeneratedTokens"
-        raise TraceError(f"{path}, line {n}: {error!r}; wanted are {columns}") from None
+        raise TraceError(
+            f"{path}, line {n}: {type(error).__name__}: {error}; wanted are {columns}"
+        ) from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror})") from None
     if not requests:
@@ -110,6 +120,27 @@ def read_azure(path: Path, limit: int | None = None) -> list[Waiting]:
     begun_s = min(request.arrival_s for request in requests)
     shifted = [replace(each, arrival_s=each.arrival_s - begun_s) for each in requests]
     return sorted(shifted, key=lambda request: request.arrival_s)
+
+
+def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
+    """The lines of a file, which may have no end.
+
+    Raises:
+        TraceError: a line is longer than `LONGEST_LINE`, or all are longer than `MOST_BYTES`.
+    """
+    n = size = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        n, size = n + 1, size + len(line)
+        if len(line) > LONGEST_LINE:
+            raise TraceError(
+                f"{path}, line {n}: begins with {line[:12]!r} and is longer than {LONGEST_LINE:,} bytes; a trace has one "
+                "request a line"
+            )
+        if size > MOST_BYTES:
+            raise TraceError(
+                f"{path}, line {n}: at most {MOST_BYTES:,} bytes are read; give a part of it, such as its busiest hour"
+            )
+        yield line
 
 
 def jittered(requests: Sequence[Waiting], seed: int) -> list[Waiting]:

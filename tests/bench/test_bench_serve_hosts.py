@@ -13,6 +13,7 @@ from support.redis_servers import redis_server
 from support.waits import until
 
 from pd_bench.serve.hosts import BenchHost, _Run
+from pd_bench.serve.trace import TimedRequest
 from pd_connector.pool.carrier import asking
 from pd_connector.pool.carrier.messages import Status
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
@@ -48,6 +49,36 @@ def test_without_a_carrier_an_engine_does_not_look_into_the_far_store():
     client = SimpleNamespace(model=lambda: "m", post=lambda *_, **__: answer)
     host = SimpleNamespace(engines=[SimpleNamespace(client=client)], status=lambda: None)
     assert _Run([host], None, None, [], print)._looks_far(host, host.engines[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("loaded", "asked", "said"),
+    [
+        ([0, 3], 2, []),  # the first one is compared
+        ([0, 0, 0], 3, ["b0 has computed what the far store has: it found that faster"]),
+    ],
+)
+def test_an_engine_is_asked_for_what_the_other_host_computed_until_it_loads(
+    monkeypatch, loaded, asked, said
+):
+    monkeypatch.setattr(_Run, "_looks_far", lambda *_: True)
+    far, sent, comes, lines = [0.0], [], iter(loaded), []
+
+    def post(path, body, timeout_s):
+        if body["prompt"].startswith("prompt"):
+            sent.append(body["prompt"])
+            far[0] += next(comes)
+        return {"choices": [{"text": "x"}]}
+
+    client = SimpleNamespace(model=lambda: "m", post=post)
+    engine = SimpleNamespace(client=client, name="b0")
+    host = SimpleNamespace(engines=[engine], chunks=lambda: (far[0], far[0]))
+    run = _Run([host], None, None, [], lines.append)
+    prompts = [TimedRequest(0.0, f"prompt {number}", 2) for number in range(3)]
+    while run._loads_far(host, engine, prompts) is None:
+        pass
+    assert len(set(sent)) == asked
+    assert lines == said
 
 
 def test_a_host_has_put_all_when_the_far_store_has_every_chunk(monkeypatch, tmp_path):

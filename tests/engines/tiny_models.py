@@ -78,6 +78,21 @@ def _heads() -> Any:
     )
 
 
+def _two_pools() -> Any:
+    """Windows and full attention, which SGLang keeps in two pools, as it does for few models."""
+    from transformers import MellumConfig
+
+    return MellumConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 4,
+    )
+
+
 def _latent() -> Any:
     from transformers import DeepseekV2Config
 
@@ -144,7 +159,8 @@ def _short_conv() -> Any:
     from transformers import Lfm2Config
 
     return Lfm2Config(
-        **{**_COMMON, "initializer_range": 0.2},
+        # vLLM reads no other weights for the logits than those of the embeddings.
+        **{**_COMMON, "initializer_range": 0.2, "tie_word_embeddings": True},
         num_hidden_layers=4,
         num_key_value_heads=2,
         conv_L_cache=3,
@@ -189,6 +205,14 @@ def _delta_net_of_experts() -> Any:
     return config
 
 
+def _delta_net_of_unlike_dims() -> Any:
+    """The same with other dims of Q and K than of V, so that a transposed matrix has another shape. vLLM's own kernel for a
+    CPU does not take it."""
+    config = _delta_net_of_experts()
+    config.linear_key_head_dim = 64
+    return config
+
+
 def _delta_net_in_stages() -> Any:
     """The same with experts in each half of the layers: vLLM wants some in each pipeline stage."""
     config = _delta_net()
@@ -219,12 +243,14 @@ KINDS: dict[str, Callable[[], Any]] = {
     "window": _window,
     "hybrid": _hybrid,
     "heads": _heads,
+    "two pools": _two_pools,
     "latent": _latent,
     "long": _long,
     "images": _images,
     "short conv": _short_conv,
     "delta net": _delta_net,
     "delta net of experts": _delta_net_of_experts,
+    "delta net of unlike dims": _delta_net_of_unlike_dims,
     "delta net in stages": _delta_net_in_stages,
     "mamba2": _mamba2,
 }
@@ -243,7 +269,19 @@ def build(kind: str, folder: Path) -> Path:
         shutil.copy(MODEL / name, folder / name)
     if kind == "images":
         _with_images(folder)
+    if kind == "mamba2":
+        _with_pattern(folder)
     return folder
+
+
+def _with_pattern(folder: Path) -> None:
+    """Name the layers and the groups as SGLang reads them. It does not know the names that newer transformers write."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("layers_block_type", "mtp_layers_block_type", "time_step_limit"):
+        config.pop(name, None)
+    named = {"hybrid_override_pattern": "M*M*", "mamba_n_groups": config["n_groups"]}
+    path.write_text(json.dumps({**config, **named}))
 
 
 def _with_images(folder: Path) -> None:

@@ -215,10 +215,29 @@ def test_a_chunk_without_a_layer_that_is_wanted_is_not_loaded() -> None:
     assert [one.layer for one in decode(files["0-2.0of1"]).layers] == [0]
     (rank,) = ranks(model, Setup(), TOKENS, 3)
     before = snapshot(rank)
-    with pytest.raises(PoolError, match="without token 87 of layer 1"):
+    with pytest.raises(PoolError, match="without token 80 of layer 1"):
         read(rank, files, 0, (0, CHUNK_TOKENS - 2))
     assert all(torch.equal(bits(now), bits(before[layer])) for layer, now in rank.storage.items())
     read(rank, files, 0, (0, TOKENS), after_windows(rank, TOKENS))
+
+
+def test_a_page_is_loaded_whole_though_its_first_tokens_are_before_the_window() -> None:
+    """Engines keep the page for other requests, whose windows begin earlier in it."""
+    model = Layer(2), Layer(2, window=40)
+    sources = ranks(model, Setup(page_sizes=(16,)), TOKENS, 1)
+    files = write(sources, 0, [after_windows(rank, CHUNK_TOKENS) for rank in sources])
+    for page_size, loads in ((16, True), (64, False)):
+        (rank,) = ranks(model, Setup(page_sizes=(page_size,)), TOKENS, 3)
+        before, span = snapshot(rank), (0, CHUNK_TOKENS)
+        own = after_windows(rank, CHUNK_TOKENS)
+        if loads:
+            read(rank, files, 0, span, own)  # control
+            continue
+        with pytest.raises(PoolError, match="without token 64 of layer 1"):
+            read(rank, files, 0, span, own)
+        assert all(
+            torch.equal(bits(now), bits(before[layer])) for layer, now in rank.storage.items()
+        )
 
 
 def test_a_part_that_is_missing_is_noticed_before_a_page_is_written() -> None:

@@ -20,6 +20,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     InitLoadBackParams,
     InsertParams,
@@ -28,6 +29,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -47,6 +49,8 @@ from pd_connector.sglang.pool import PoolLinker
 from pd_connector.sglang.pool_rank import PoolRank, RankCache
 
 LAYERS, HEADS, DIM, SLOTS = 3, 4, 8, 2048
+WINDOWED = [0, 2]
+"""Layers with a sliding window, of an engine with windows."""
 FACTS = ModelFacts(b"config", b"weights")
 
 
@@ -104,6 +108,7 @@ class Engine:
         linker: type[PoolLinker] = PoolLinker,
         error: float = 0.0,
         latent: bool = False,
+        window: int = 0,
         consumes: bool = False,
         adapters: Any = None,
         config: Config | None = None,
@@ -117,45 +122,63 @@ class Engine:
         dims: dict[str, int] = {"head_num": heads, "head_dim": DIM}
         if latent:
             self.heads, dims = slice(0, 1), {"kv_lora_rank": DIM - 2, "qk_rope_head_dim": 2}
-        self.pool = kind(
-            size=SLOTS,
-            page_size=page_size,
-            dtype=torch.float32,
-            layer_num=LAYERS,
-            device="cpu",
-            enable_memory_saver=False,
-            start_layer=0,
-            **dims,
-        )
-        self.buffers = (
-            (self.pool.kv_buffer,) if latent else (self.pool.k_buffer, self.pool.v_buffer)
-        )
-        plain = page_size == 1
-        made = TokenToKVPoolAllocator if plain else PagedTokenToKVPoolAllocator
-        size = () if plain else (page_size,)
-        allocator = made(SLOTS, *size, torch.float32, "cpu", self.pool, False)
+        self.window = window
+        components = [ComponentType.FULL]
+        self.pool: Any
+        allocator: Any
+        if window:
+            components.append(ComponentType.SWA)
+            self.pool = SWAKVPool(
+                SLOTS,
+                SLOTS,
+                page_size,
+                torch.float32,
+                device="cpu",
+                swa_attention_layer_ids=WINDOWED,
+                full_attention_layer_ids=[n for n in range(LAYERS) if n not in WINDOWED],
+                **dims,
+            )
+            allocator = SWATokenToKVPoolAllocator(
+                SLOTS, SLOTS, page_size, torch.float32, "cpu", self.pool, False
+            )
+        else:
+            self.pool = kind(
+                size=SLOTS,
+                page_size=page_size,
+                dtype=torch.float32,
+                layer_num=LAYERS,
+                device="cpu",
+                enable_memory_saver=False,
+                start_layer=0,
+                **dims,
+            )
+            plain = page_size == 1
+            made = TokenToKVPoolAllocator if plain else PagedTokenToKVPoolAllocator
+            size = () if plain else (page_size,)
+            allocator = made(SLOTS, *size, torch.float32, "cpu", self.pool, False)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=SimpleNamespace(),
             token_to_kv_pool_allocator=allocator,
             page_size=page_size,
-            tree_components=(ComponentType.FULL,),
+            tree_components=tuple(components),
             tree_core_backend=tree,
+            sliding_window_size=window or None,
         )
         self.allocator = allocator
         self.tree = unified_radix_cache.UnifiedRadixCache(params)
-        self.linker = linker(
-            SimpleNamespace(), params, components={ComponentType.FULL}, extra_config={}
-        )
+        self.linker = linker(SimpleNamespace(), params, components=set(components), extra_config={})
         self.tree.init_cache_linker(self.linker)
         shard = Shard(0, LAYERS, *rank)
         named = {layer: {HEADS} for layer in range(LAYERS)}
-        caches = (describe_cache(self.pool, named, shard), describe_cache(self.pool, named, shard))
+        loading, saving = (
+            describe_cache(self.pool, named, shard, sliding_window=window) for _ in range(2)
+        )
         self.watch = Watch(facts)
         settings = PoolSettings(Space(Path("/unused"), 1), None, read, write)
         self.rank = PoolRank(
             RankCache(
-                caches,
+                (loading, saving),
                 engine_id or f"e{id(self)}",
                 rank[1],
                 leads=rank[0] == 0,
@@ -220,6 +243,7 @@ class Engine:
         """As SGLang does with the request at the head of its queue. Returns the slots of its prefix, all of them filled."""
         found = self.match(req)
         req.last_node = found.last_device_node
+        req.pd_matched = found.device_prefix_len
         slots = self.tree.path_device_indices(found.last_device_node)
         if found.host_hit_length:
             count, _ = self.tree.init_load_back(
@@ -238,22 +262,56 @@ class Engine:
         assert self.tree.linker.finish_loads() == [], "SGLang aborts these requests"
         return slots
 
-    def compute(self, req: Req, prefix: torch.Tensor | None = None) -> None:
-        """Compute the rest of a prompt, and put all of it into the cache."""
+    def _allocate(self, count: int) -> torch.Tensor:
+        if not self.window:
+            return self.allocator.alloc(count)
+        slots = self.allocator.full_attn_allocator.alloc(count)
+        self.allocator.set_full_to_swa_mapping(
+            slots, self.allocator.swa_attn_allocator.alloc(count)
+        )
+        return slots
+
+    def rows(self, layer: int, part: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffer of K (0) or V (1) of a layer, and the slots in it of these slots of SGLang's."""
+        pool, place = self.pool, layer
+        if self.window:
+            place, windowed = pool.layers_mapping[layer]
+            if windowed:
+                slots = self.allocator.translate_swa_indices_for_transfer(slots)
+            pool = pool.swa_kv_pool if windowed else pool.full_kv_pool
+        buffers = (pool.kv_buffer,) if self.latent else (pool.k_buffer, pool.v_buffer)
+        return buffers[part][place], slots
+
+    def compute(
+        self, req: Req, prefix: torch.Tensor | None = None, *, windows_from: int = 0
+    ) -> None:
+        """Compute the rest of a prompt, and put all of it into the cache.
+
+        Args:
+            windows_from: SGLang has freed the windows before this token.
+        """
         tokens = req.full_untruncated_fill_ids
         prefix = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
         rest = len(tokens) - len(prefix)
-        slots = self.allocator.alloc(-(-rest // self.page_size) * self.page_size)
+        slots = self._allocate(-(-rest // self.page_size) * self.page_size)
         slots = torch.cat([prefix, slots[:rest]])
         kv = kv_of(tokens, self.error)
         for layer in range(LAYERS):
-            new = slots[len(prefix) :]
-            for part, buffer in enumerate(self.buffers):
-                buffer[layer][new] = kv[len(prefix) :, layer, part, self.heads]
+            for part in range(1 if self.latent else 2):
+                buffer, new = self.rows(layer, part, slots[len(prefix) :])
+                buffer[new] = kv[len(prefix) :, layer, part, self.heads]
         key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         whole = len(tokens) // self.page_size * self.page_size
+        params = InsertParams(key=key.page_aligned(self.page_size), value=slots[:whole])
+        if self.window:
+            params.prev_prefix_len = req.pd_matched if hasattr(req, "pd_matched") else 0
+            if windows_from:
+                self.allocator.free_swa_segment(slots[:windows_from], start_pos=0)
+            if req.kv is not None:
+                windows_from = max(windows_from, req.kv.get_evicted_seqlen(ComponentType.SWA))
+            params.set_evicted_seqlen(ComponentType.SWA, windows_from)
         with self.linker.inserting(req):
-            self.tree.insert(InsertParams(key=key, value=slots[:whole]))
+            self.tree.insert(params)
         self.scheduler.waiting_queue = [r for r in self.scheduler.waiting_queue if r is not req]
         self.settle()
 
@@ -278,10 +336,15 @@ class Engine:
         return loaded
 
     def check(self, tokens: Sequence[int], slots: torch.Tensor) -> None:
-        expected = kv_of(tokens[: len(slots)]) if len(slots) else None
-        for layer in range(LAYERS if len(slots) else 0):
-            for part, buffer in enumerate(self.buffers):
-                assert torch.equal(buffer[layer][slots], expected[:, layer, part, self.heads])
+        if not len(slots):
+            return
+        expected = kv_of(tokens[: len(slots)])
+        for layer in range(LAYERS):
+            windowed = self.window and layer in WINDOWED
+            first = max(0, len(slots) - self.window) if windowed else 0
+            for part in range(1 if self.latent else 2):
+                buffer, own = self.rows(layer, part, slots[first:])
+                assert torch.equal(buffer[own], expected[first:, layer, part, self.heads]), layer
 
     def flush(self) -> None:
         self.tree.reset()

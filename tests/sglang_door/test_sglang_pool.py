@@ -675,7 +675,9 @@ def test_sparse_attention_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
     """Its index keys would be loaded after SGLang is told that their layer is complete."""
     alone = SimpleNamespace(attn_dp_size=1, attn_tp_rank=0, attn_tp_size=1)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: alone)
-    scheduler = SimpleNamespace(model_config=SimpleNamespace())
+    scheduler = SimpleNamespace(
+        model_config=SimpleNamespace(), token_to_kv_pool_allocator=SimpleNamespace()
+    )
     with pytest.raises(ConfigError, match=r"sparse attention \(DSA\)"):
         PoolRank.of(scheduler, sparse(), Config(pool=True), lambda outcome: None)
 

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,11 @@ PROMPTS = [[*prompt(256, seed % 3), *prompt(30 + 47 * seed, 100 + seed)] for see
 class Unverified(PoolLinker):
     """A control: it names chunks that are not read yet, and takes what was read when SGLang computes."""
 
-    def _planned(self, prompt: PoolPrompt, slots: torch.Tensor) -> _Load | None:
-        first, stop = prompt.matched, prompt.matched + len(slots)
+    def _planned(self, prompt: PoolPrompt, slots: Sequence[torch.Tensor]) -> _Load | None:
+        first, stop = prompt.matched, prompt.matched + len(slots[0])
         numbers = range(first // CHUNK_TOKENS, stop // CHUNK_TOKENS)
         held = [each for each in prompt.held if each.chunk.number in numbers]
-        pages = (slots[:: self._page_size] // self._page_size).tolist()
+        pages = self._pages(slots[0])
         load = _Load([], held)
         self.__dict__.setdefault("places", {})[id(load.copies)] = first, pages
         return load
@@ -154,10 +154,10 @@ class Plan:
 class World:
     """Engines that share a store, and what became of their requests."""
 
-    def __init__(self, folder: Path, linker: type[PoolLinker], seed: int) -> None:
+    def __init__(self, folder: Path, linker: type[PoolLinker], seed: int, window: int = 0) -> None:
         self.folder, self.ended = folder, Counter[str]()
         self.store = LocalStore(Space(folder, BUDGET), None)
-        self.writer = Engine(self.store, page_size=16, engine_id="w", read=False)
+        self.writer = Engine(self.store, page_size=16, engine_id="w", read=False, window=window)
         self.ranks = Ranks()
         dice = random.Random(seed)
         self.faulty = [
@@ -169,6 +169,7 @@ class World:
                     engine_id="r",
                     reduce=self.ranks.reduce(n),
                     linker=linker,
+                    window=window,
                 ),
                 dice,
             )
@@ -189,7 +190,10 @@ class World:
 
     def round(self, plan: Plan) -> None:
         for tokens in plan.asked:
-            self.writer.compute(self.writer.request(tokens))
+            # SGLang may have freed windows before it saves.
+            gone = plan.dice.randrange(len(tokens)) // 16 * 16 if plan.dice.random() < 0.3 else 0
+            gone *= bool(self.writer.window)
+            self.writer.compute(self.writer.request(tokens), windows_from=gone)
         if plan.dice.random() < 0.8:
             until(lambda: not self.writer.linker._jobs)
         failures: list[BaseException] = []
@@ -304,17 +308,18 @@ class World:
         assert not linker._offloads
         assert not engine.tree.linker.pending_offloads
         assert engine.tree.protected_size() == 0
+        assert engine.tree.swa_protected_size() == 0
 
 
 @pytest.fixture
 def world(
     hooked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[type[PoolLinker]], World]]:
+) -> Iterator[Callable[..., World]]:
     wait_for_books(monkeypatch)
     made: list[World] = []
 
-    def one(linker: type[PoolLinker]) -> World:
-        made.append(World(tmp_path / str(len(made)), linker, 1))
+    def one(linker: type[PoolLinker], window: int = 0) -> World:
+        made.append(World(tmp_path / str(len(made)), linker, 1, window))
         return made[-1]
 
     yield one
@@ -322,11 +327,12 @@ def world(
         each.close()
 
 
-Make = Callable[[type[PoolLinker]], World]
+Make = Callable[..., World]
 
 
-def test_no_fault_aborts_a_request_or_loads_a_wrong_byte(world: Make) -> None:
-    ours = world(PoolLinker)
+@pytest.mark.parametrize("window", [0, 100])
+def test_no_fault_aborts_a_request_or_loads_a_wrong_byte(world: Make, window: int) -> None:
+    ours = world(PoolLinker, window)
     for seed in range(ROUNDS):
         ours.round(Plan.of(seed))
     print(dict(ours.ended))

@@ -202,10 +202,10 @@ most made after also did many before must through years where much your"""
 
 
 @contextlib.contextmanager
-def fault(engine: SglangEngine, name: str) -> Iterator[None]:
-    """Within, a decode engine has this fault."""
+def fault(engine: SglangEngine, name: str, how: str = "") -> Iterator[None]:
+    """Within, an engine has this fault; `how` is what the fault wants to know."""
     switch = Path(engine.env[FAULTS] + name)
-    switch.touch()
+    switch.write_text(how)
     try:
         yield
     finally:

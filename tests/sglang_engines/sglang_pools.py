@@ -47,15 +47,17 @@ class Found:
             assert_same(found, wanted)
 
 
-def ask(engine: Engine, salt: str, prompt: Sequence[int] = PROMPT) -> Found:
-    """What an engine answers to a prompt. Its own prefix cache has nothing of a new salt."""
+def ask(engine: Engine, salt: str, prompt: Sequence[int] = PROMPT, adapter: str = "") -> Found:
+    """What an engine answers to a prompt, with one of its adapters or none. Its own prefix cache has nothing of a new salt."""
     if isinstance(engine, SglangEngine):
-        raw = engine.client.post("/generate", body(prompt, TOKENS, cache_salt=salt))
+        extra = {"lora_path": adapter} if adapter else {}
+        raw = engine.client.post("/generate", body(prompt, TOKENS, cache_salt=salt, **extra))
         assert raw["meta_info"]["finish_reason"]["type"] == "length", "aborted"
         answer = Answer.of(raw)
         return Found(answer.tokens, answer.logprobs, answer.cached_tokens, answer.leads)
     before = hits(engine)
-    found = completion(engine, prompt, TOKENS, cache_salt=salt)
+    extra = {"model": adapter} if adapter else {}
+    found = completion(engine, prompt, TOKENS, cache_salt=salt, **extra)
     tokens = tuple(int(token.removeprefix("token_id:")) for token in found.tokens)
     best = (sorted(top.values(), reverse=True) for top in found.top)
     leads = tuple(top[0] - top[1] for top in best)
@@ -69,10 +71,12 @@ class Host:
     pool: PooledEngines
     engines: dict[str, Engine]
 
-    def computed(self, name: str, prompt: Sequence[int] = PROMPT) -> tuple[str, Found]:
+    def computed(
+        self, name: str, prompt: Sequence[int] = PROMPT, adapter: str = ""
+    ) -> tuple[str, Found]:
         """A new salt, and what an engine answers to it. The chunks are in the pool afterwards."""
         before, salt = set(self.pool.files()), fresh_salt()
-        answer = ask(self.engines[name], salt, prompt)
+        answer = ask(self.engines[name], salt, prompt, adapter)
         assert answer.loaded == 0
         ranks = getattr(self.engines[name], "tp", 1)
         self.wait_for_files(before, ranks * (len(prompt) // CHUNK_TOKENS))

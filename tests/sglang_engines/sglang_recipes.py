@@ -46,9 +46,11 @@ class Recipe:
             plugins["faulty"] = _FAULTY
             env[FAULTS] = str(log.with_suffix(""))
         if self.module != "llama":
-            plugins["plain"] = _PLAIN
+            plugins[f"plain_{self.module}"] = _PLAIN[self.module]
         if self.patient:
             plugins["patient"] = PATIENT
+        if "--enable-lora" in self.args:
+            plugins["unpinned"] = _UNPINNED
         for plugin, source in plugins.items():
             env["PYTHONPATH"] = sglang_plugin(
                 log.parent / plugin, plugin, source, env.get("PYTHONPATH")
@@ -102,21 +104,33 @@ def sglang_plugin(folder: Path, name: str, source: str, path: str | None = None)
     PYTHONPATH that finds it, and what is on `path`."""
     info = folder / f"{name}-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.py").write_text(source)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    files = {
+        folder / f"{name}.py": source,
+        info / "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n",
+        info / "entry_points.txt": f"[sglang.srt.plugins]\n{name} = {name}:register\n",
+    }
+    for file, content in files.items():
+        # At once: an engine that was started before may be reading the same file.
+        new = file.with_suffix(".new")
+        new.write_text(content)
+        new.rename(file)
     return os.pathsep.join(filter(None, [str(folder), path or os.environ.get("PYTHONPATH")]))
 
 
 FAULTS = "PD_TEST_FAULTS"
 RANK_FAILS, PAGE_DAMAGED = ".rank-fails", ".page-damaged"
 STATE_ZEROED, STATE_OF_ANOTHER = ".state-zeroed", ".state-of-another"
+ROWS_SHIFTED, SECTIONS_SWAPPED, MATRIX_TURNED = (
+    ".rows-shifted",
+    ".sections-swapped",
+    ".matrix-turned",
+)
 _FAULTY = f"""
 import os
 from pathlib import Path
 
 damaged = []
-states = []  # as requests have received them, in their order
+states = []  # as requests have sent or received them, in their order
 
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -126,21 +140,40 @@ def register():
     HookRegistry.register("pd_connector.sglang.receiver.Receiver.poll", after_poll, HookType.AFTER)
     HookRegistry.register("pd_connector.sglang.sender.Sender.send", before_send, HookType.BEFORE)
 
+def switch(fault):
+    return Path(os.environ[{FAULTS!r}] + fault)
+
 def wanted(fault):
-    return Path(os.environ[{FAULTS!r}] + fault).exists()
+    return switch(fault).exists()
 
 def before_polls(pollers):
     os.environ["SGLANG_TEST_DISAGG_FAILURE_PROB"] = "0.02" if wanted({RANK_FAILS!r}) else "0"
 
 def before_send(sender, kv_indices, state_indices=None, num_kv_tokens=None):
-    if state_indices and wanted({STATE_ZEROED!r}):
-        pool = sender.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
-        for tensor in held_in(pool.mamba_pool, int(state_indices[0][0])):
-            tensor.zero_()
+    pool = sender.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if state_indices and hasattr(pool, "mamba_pool"):
+        harm(pool.mamba_pool, int(state_indices[0][0]))
 
-def held_in(pool, slot):
+def harm(pool, slot):
     cache = pool.mamba_cache
-    return [tensor[:, slot] for tensor in (*cache.conv, cache.temporal)]
+    held = [tensor[:, slot] for tensor in (*cache.conv, cache.temporal)]
+    states.append([tensor.clone() for tensor in held])
+    convolution, matrices = held
+    if wanted({STATE_ZEROED!r}):
+        convolution.zero_()
+        matrices.zero_()
+    if wanted({STATE_OF_ANOTHER!r}):
+        for tensor, another in zip(held, states[-2:][0]):
+            tensor.copy_(another)
+    if wanted({ROWS_SHIFTED!r}):
+        convolution.copy_(convolution.roll(1, -1))
+    if wanted({SECTIONS_SWAPPED!r}):
+        first, size = map(int, switch({SECTIONS_SWAPPED!r}).read_text().split())
+        both = convolution[:, first : first + 2 * size]
+        both.copy_(both.roll(size, 1))
+    if wanted({MATRIX_TURNED!r}):
+        dims = matrices.shape[-2:]
+        matrices.copy_(matrices.transpose(-1, -2).flatten(-2).unflatten(-1, dims))
 
 def after_poll(state, receiver):
     from sglang.srt.disaggregation.base.conn import KVPoll
@@ -150,13 +183,7 @@ def after_poll(state, receiver):
     pool = receiver.kv_mgr._scheduler.token_to_kv_pool_allocator.get_kvcache()
     if hasattr(pool, "mamba_pool"):
         damaged.append(receiver)
-        held = held_in(pool.mamba_pool, receiver._tables[1][0])
-        states.append([tensor.clone() for tensor in held])
-        for tensor, another in zip(held, states[-2:][0]):
-            if wanted({STATE_ZEROED!r}):
-                tensor.zero_()
-            if wanted({STATE_OF_ANOTHER!r}):
-                tensor.copy_(another)
+        harm(pool.mamba_pool, receiver._tables[1][0])
         pool = pool.full_kv_pool
     if wanted({PAGE_DAMAGED!r}):
         damaged.append(receiver)  # SGLang polls until all ranks have succeeded
@@ -164,9 +191,10 @@ def after_poll(state, receiver):
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer[first : first + pool.page_size].neg_()
 """
-"""A plug-in with faults that can be switched on and off while an engine runs. A prefill engine's states are zeroed before
-they are sent. One poll in fifty of a decode engine says `Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt
-is damaged once its KV has been verified, or its recurrent states are zeroed, or replaced by those of the request before."""
+"""A plug-in with faults that can be switched on and off while an engine runs. One poll in fifty of a decode engine says
+`Failed`, on one rank or another (SGLang's own fault injection); the second page of a prompt is damaged once its KV has been
+verified. Recurrent states are harmed before they are sent, or once they have been verified: zeroed, replaced by those of the
+request before, rows of the convolution shifted by one, two of its sections swapped, or the matrix transposed."""
 
 PATIENT = f"""
 import json, os
@@ -201,7 +229,45 @@ def idle(result, linker):
 """
 """A plug-in for `Recipe.patient`. An idle engine writes what it holds for requests and saves, into a file that is not there."""
 
-_PLAIN = """
+_WINDOWS = """
+def register():
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(Backend, name, windowed(getattr(Backend, name)))
+
+def windowed(run):
+    def made(self, query, output, key, value, tokens, requests, *args, **options):
+        import torch
+
+        if self.use_sliding_window_kv_pool and options.get("sliding_window_size"):
+            rows = tokens[requests].to(torch.int64)
+            tokens = self.token_to_kv_pool.translate_loc_from_full_to_swa(rows)
+            requests = torch.arange(len(tokens))
+        return run(self, query, output, key, value, tokens, requests, *args, **options)
+    return made
+"""
+"""A plug-in for windows on a CPU: SGLang's backend there reads layers with a window by the slots of the other pool, so all but the
+first prompts of an engine are computed wrongly."""
+
+_UNPINNED = """
+def register():
+    import torch
+
+    def unpinned(make):
+        def made(*args, pin_memory=False, **options):
+            return make(*args, **options)
+        return made
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor
+"""
+"""A plug-in for adapters on a CPU: SGLang makes pinned memory for them, which only accelerators have."""
+
+_PLAIN = {
+    "mellum": _WINDOWS,
+    "qwen3_next": """
 def register():
     from sglang.kernels.ops.attention.fla import fused_norm_gate
     from sglang.srt.layers.moe import topk
@@ -222,5 +288,52 @@ def norm(self, x, g, **others):
 
     plain = torch.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps)
     return (plain * torch.nn.functional.silu(g.float())).to(x.dtype)
-"""
-"""A plug-in with what delta nets and experts of Qwen3-Next compute in Triton and CUDA alone, in torch."""
+""",
+    "lfm2": """
+def register():
+    from sgl_kernel.mamba import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
+    from sglang.srt.models import lfm2
+
+    lfm2.causal_conv1d_fn, lfm2.causal_conv1d_update = causal_conv1d_fn_cpu, causal_conv1d_update_cpu
+""",
+    "nemotron_h": """
+import itertools
+import torch
+
+def register():
+    from sgl_kernel.mamba import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
+    from sglang.srt.layers.attention.mamba import mamba
+
+    mamba.causal_conv1d_fn = mamba.causal_conv1d_fn_triton = causal_conv1d_fn_cpu
+    mamba.causal_conv1d_update = mamba.causal_conv1d_update_triton = causal_conv1d_update_cpu
+    mamba.mamba_chunk_scan_combined, mamba.selective_state_update = scan, update
+
+def scan(
+    x, dt, A, B, C, *, D, dt_bias, initial_states, cu_seqlens, out, state_dtype, **others
+):
+    states = x.new_zeros(len(cu_seqlens) - 1, *x.shape[2:], B.shape[-1], dtype=torch.float32)
+    if initial_states is not None:
+        states.copy_(initial_states)
+    for state, (first, stop) in zip(states, itertools.pairwise(cu_seqlens.tolist())):
+        for token in range(first, stop):
+            out[0, token] = step(state, x[0, token], dt[0, token] + dt_bias, A, B[0, token], C[0, token], D)
+    return None, states.to(state_dtype), None
+
+def update(state, x, dt, A, B, C, D, *, dt_bias, state_batch_indices, out, **others):
+    dt, A, D = (dt + dt_bias)[..., 0], A[..., 0, 0], D[..., 0]
+    for number, slot in enumerate(state_batch_indices.tolist()):
+        if slot >= 0:  # not padding
+            held = state[slot].float()
+            out[number] = step(held, x[number], dt[number], A, B[number], C[number], D)
+            state[slot] = held
+
+def step(state, x, dt, A, B, C, D):
+    dt, x = torch.nn.functional.softplus(dt.float()), x.float()
+    share = len(x) // len(B)  # heads of a group
+    B, C = (part.float().repeat_interleave(share, 0)[:, None] for part in (B, C))
+    state *= (dt * A.float()).exp()[:, None, None]
+    state += (dt[:, None] * x)[:, :, None] * B
+    return (state * C).sum(-1) + D.float()[:, None] * x
+""",
+}
+"""By the model's module, a plug-in with what SGLang computes in Triton and CUDA alone, in torch."""

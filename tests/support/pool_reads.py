@@ -151,9 +151,7 @@ def arrives(
             own[group.table][page] = -1
     before = snapshot(rank)
     wanted = {
-        layer: range(
-            max(start, first, until - group.window + 1 if group.window else 0), min(stop, until)
-        )
+        layer: range(max(start, first, _window_from(group, until)), min(stop, until))
         for layer, group in rank.groups.items()
     }
     try:
@@ -172,6 +170,12 @@ def arrives(
     for layer, storage in rank.storage.items():
         assert torch.equal(bits(storage), bits(before[layer])), "something was written"
     return False
+
+
+def _window_from(group: Group, until: int) -> int:
+    """The first token of the first page that is seen from `until`."""
+    begin = max(0, until - group.window + 1) if group.window else 0
+    return begin - begin % group.page_size
 
 
 def by_kernels(cache: PagedCache) -> PagedCache:

@@ -78,7 +78,7 @@ INTERNAL = {"PD_CONNECTOR_FAMILY", "PD_CONNECTOR_GPU_STEP"}
 class _Lender:
     """A lender without Mooncake."""
 
-    nbytes = recalls = 0
+    nbytes = recalls = unknown_recalls = 0
     recalled = Recalled(0)
 
 

@@ -30,7 +30,7 @@ from pd_connector.pool import load_breakeven as worth
 from pd_connector.pool.advertised import find_engine
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
-from pd_connector.pool.store.base import Writing
+from pd_connector.pool.store.base import FAR, Writing
 from pd_connector.vllm.identity import loaded_model as pool_model
 from pd_connector.vllm.identity.adapters import Adapters
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
@@ -337,6 +337,25 @@ def test_a_chunk_that_was_removed_is_saved_again_and_hits_are_those_that_came(
     assert hits == [1]
     assert saves(of)[0].chunk.key == keys[1]
     of.assert_nothing_held()
+
+
+def test_chunks_from_the_far_store_before_a_bad_one_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = engine()
+    counted: Counter[str] = Counter()
+    monkeypatch.setattr(
+        of.side.telemetry, "count", lambda name, n=1, **_: counted.update({name: int(n)})
+    )
+    stored(of, 3)
+    find = of.store.find
+    monkeypatch.setattr(
+        type(of.store),
+        "find",
+        lambda _, keys: [hit and hit._replace(tier=FAR) for hit in find(keys)],
+    )
+    add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
+    of.step()
+    break_off(of, "a", 2 * CHUNK_TOKENS, Cause.POOL, Miss.EVICTED)
+    assert (counted["pool_hits"], counted["pool_far_hits"]) == (2, 2)
 
 
 def test_a_chunk_that_no_one_here_can_use_is_not_looked_for_again() -> None:

@@ -3,6 +3,7 @@
 it."""
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -37,6 +38,8 @@ from pd_connector.pool.carrier.messages import (
     new_socket,
 )
 from pd_connector.pool.load_breakeven import Answers
+
+logger = logging.getLogger("pd_connector.pool")
 
 FIND_S = 0.1
 """Longest wait for the answer to a look-up, in seconds."""
@@ -96,7 +99,7 @@ class CarrierLink:
         except AbsentError:
             return
         except (OSError, msgspec.MsgspecError) as error:
-            self._late()
+            self._late(f"the carrier brings no chunk ({error!r})")
             raise PoolError(
                 Miss.LATE, f"the carrier of this host does not answer: {error!r}"
             ) from None
@@ -105,7 +108,7 @@ class CarrierLink:
         if answer.cause:
             cause = _CAUSES.get(answer.cause, Miss.REFUSED)
             if cause is Miss.LATE:
-                self._late()
+                self._late(answer.detail)
             raise PoolError(cause, answer.detail)
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
@@ -177,18 +180,20 @@ class CarrierLink:
             answer = self._request(Find(list(keys[:MOST_KEYS])), FIND_S, FIND_S)
         except AbsentError:
             return []
-        except (OSError, msgspec.MsgspecError):
-            self._late()
+        except (OSError, msgspec.MsgspecError) as error:
+            self._late(f"the carrier answers no look-up within {FIND_S:g} s ({error!r})")
             return []
         if not isinstance(answer, Sizes) or answer.silent:
-            self._late()
+            self._late("the carrier says that it does not answer")
             return []
         with self._lock:
             self._answers.in_time()
         return answer.sizes
 
-    def _late(self) -> None:
+    def _late(self, why: str) -> None:
         with self._lock:
+            if self._answers.waited_for:
+                logger.info("pool: the far store is left alone for a while: %s", why)
             self._answers.late(time.monotonic())
 
     def _request(self, message: Request, silent_s: float, most_s: float) -> Answer:

@@ -62,6 +62,14 @@ class Stored(NamedTuple):
     nbytes: int
 
 
+class Unfit(NamedTuple):
+    """Why a chunk of this host could not be read, or not be offered to the far store. It is counted once."""
+
+    cause: str
+    nbytes: int
+    """Bytes of the chunk: with other bytes it is another chunk of the same key."""
+
+
 class Carrier:
     """Any thread may call it.
 
@@ -100,6 +108,7 @@ class Carrier:
         self._refused: OrderedDict[bytes, None] = OrderedDict()  # and too large, or damaged
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._unmade: dict[bytes, float] = {}  # given up at this time
+        self._unfit: OrderedDict[bytes, Unfit] = OrderedDict()  # used by the putting thread only
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
         self._queued: list[bytes] = []
         self._after = self._opened = (
@@ -315,6 +324,7 @@ class Carrier:
                 if not event.tier:
                     self._waiting.pop(event.key, None)
                     self._unmade.pop(event.key, None)
+                    self._unfit.pop(event.key, None)
                 elif event.key not in self._there:
                     self._waiting[event.key] = None
             while len(self._waiting) > _MOST_WAITING:
@@ -381,6 +391,9 @@ class Carrier:
     def _put(self, chunks: Sequence[Chunk]) -> None:
         """Put those of these chunks that the far store lacks. Raises SilentError if it does not answer; the chunks keep
         waiting then."""
+        too_large = [chunk for chunk in chunks if self._is_too_large(chunk)]
+        chunks = [chunk for chunk in chunks if chunk not in too_large]
+        self._tried(too_large)
         there = self._look(self._puts, [chunk.key for chunk in chunks])
         start = 0
         while start < len(chunks):
@@ -413,7 +426,7 @@ class Carrier:
         try:
             packed = Packed(self._store, chunk)
         except PoolError:
-            self._count("gone")
+            self._count_unfit(chunk, "gone")
             return None
         if (nbytes := self._seal.sealed_bytes(packed.nbytes)) > self._most_bytes:
             packed.close()
@@ -425,9 +438,21 @@ class Carrier:
                     self._shown,
                     self._most_bytes,
                 )
-            self._count("too_large")
+            self._count_unfit(chunk, "too_large")
             return None
         return packed
+
+    def _is_too_large(self, chunk: Chunk) -> bool:
+        """Whether it was found to be too large for the far store, and has not changed since."""
+        return self._unfit.get(chunk.key) == Unfit("too_large", chunk.nbytes)
+
+    def _count_unfit(self, chunk: Chunk, count: str) -> None:
+        unfit = Unfit(count, chunk.nbytes)
+        if self._unfit.get(chunk.key) != unfit:
+            self._unfit[chunk.key] = unfit
+            self._count(count)
+            while len(self._unfit) > _MOST_KNOWN:
+                self._unfit.popitem(last=False)
 
     def _put_batch(self, batch: Sequence[tuple[Chunk, Packed]]) -> None:
         if not batch:
@@ -447,6 +472,7 @@ class Carrier:
         taken = self._puts.put(names, sizes, fill)
         for place, (chunk, _) in enumerate(batch):
             kept = taken[place] and place not in broken
+            self._unfit.pop(chunk.key, None)
             self._count("put" if kept else "put_damaged" if place in broken else "not_put")
             self._count("put_bytes", sizes[place] if kept else 0)
             self._know(chunk.key, Stored(names[place], sizes[place]) if kept else None)

@@ -76,11 +76,15 @@ class MooncakeStore(FarStore):
         there = self._client.batch_is_exist(keys)
         if any(answer < 0 for answer in there):
             raise ConnectionError(f"Mooncake's master answers {min(there)}")
-        sizes = (
-            self._client.get_size(key) if is_there else 0
-            for key, is_there in zip(keys, there, strict=True)
-        )
-        return [max(0, size) for size in sizes]
+        listed = [key for key, is_there in zip(keys, there, strict=True) if is_there]
+        # One call for all of them: engines wait for look-ups.
+        copies = self._client.batch_get_replica_desc(listed) if listed else {}
+        in_memory = {key: whole_in_memory(copies.get(key, ())) for key in listed}
+        sizes = {
+            key: int(whole[0].size) if whole else max(0, self._client.get_size(key))
+            for key, whole in in_memory.items()
+        }
+        return [sizes.get(key, 0) for key in keys]
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[int]:
         read = []
@@ -107,6 +111,15 @@ class MooncakeStore(FarStore):
 
     def close(self) -> None:
         self._client.close()
+
+
+def whole_in_memory(copies: Sequence[Any]) -> list[Any]:
+    """Where the complete copies of an object are that are in memory, from Mooncake's replica descriptors."""
+    return [
+        copy.get_memory_descriptor().buffer_descriptor
+        for copy in copies
+        if copy.is_memory_replica() and copy.status.name == "COMPLETE"
+    ]
 
 
 def new_client(address: SplitResult, deadline_s: float, buffer_bytes: int) -> Any:

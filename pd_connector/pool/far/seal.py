@@ -17,6 +17,7 @@ import re
 import secrets
 import stat
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -66,6 +67,7 @@ class Seal:
             )
             for key in keys
         )
+        self._own = threading.local()
 
     @property
     def is_on(self) -> bool:
@@ -108,13 +110,21 @@ class Seal:
         head = HEADER.pack(MAGIC_SEALED, SCHEMA, blocks, nbytes, own.id, salt)
         out[: len(head)] = head
         aead, bound, at = AESGCM(_object_key(own.sealing, salt)), _bound(name, head), len(head)
-        room = memoryview(bytearray(min(nbytes, BLOCK_BYTES)))
+        room = self._room()
         for place in range(blocks):
             block = room[: nbytes - place * BLOCK_BYTES]
             read(block, place * BLOCK_BYTES)
             stop = at + len(block) + TAG_BYTES
             aead.encrypt_into(_nonce(place), block, bound + _nonce(place), out[at:stop])
             at = stop
+
+    def _room(self) -> memoryview:
+        """Memory of this thread for a block that is not sealed yet. It is kept: the kernel clears new memory page by
+        page."""
+        room: memoryview | None = getattr(self._own, "room", None)
+        if room is None:
+            room = self._own.room = memoryview(bytearray(BLOCK_BYTES))
+        return room
 
     def open(self, name: str, sealed: memoryview) -> bytearray:
         """Open an object in memory of its own. Others may change `sealed` meanwhile: each byte of it is read once.

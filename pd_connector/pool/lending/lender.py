@@ -12,13 +12,13 @@ lease. 2. The remaining objects are copied to other nodes. A copy need not wait 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import SplitResult
 
 from pd_connector.errors import ConfigError
-from pd_connector.pool.far.mooncake import MooncakeStore, new_client
-from pd_connector.pool.lending.master import DrainJob, Master, SilentMasterError
+from pd_connector.pool.far.mooncake import MooncakeStore, new_client, whole_in_memory
+from pd_connector.pool.lending.master import DrainJob, LateMasterError, Master, SilentMasterError
 from pd_connector.pool.settings import text_of
 
 logger = logging.getLogger("pd_connector.pool.lending")
@@ -37,6 +37,7 @@ _LEFT_S = 1.0
 """Before the deadline, for unmounting, in seconds."""
 _KEYS_AT_ONCE, _COPIES_AT_ONCE = 1000, 64
 _DONE, _FAILED = "SUCCESS", "FAILED"
+_Answer = TypeVar("_Answer")
 
 
 class Recalled(NamedTuple):
@@ -50,6 +51,8 @@ class Recalled(NamedTuple):
     """Objects: moved by the drain job, copied because they were in use, and lost."""
     problem: str = ""
     """Why objects were lost, or may have been."""
+    is_known: bool = True
+    """Whether `lost` is known: only the master knows which objects were in the memory."""
 
 
 class Piece(NamedTuple):
@@ -71,7 +74,8 @@ class Lender:
 
     Attributes:
         recalls: number of recalls so far.
-        recalled: sum of their results. Any thread may read these two and `nbytes`.
+        unknown_recalls: those of them after which the number of lost objects is not known.
+        recalled: sum of their results. Any thread may read these three and `nbytes`.
 
     Args:
         address: address of the store, checked by `far_address`.
@@ -88,7 +92,7 @@ class Lender:
         self._master.check()
         self._pieces: list[Piece] = []
         self._hurries = False
-        self.recalls, self.recalled = 0, Recalled(0)
+        self.recalls, self.unknown_recalls, self.recalled = 0, 0, Recalled(0)
 
     @property
     def nbytes(self) -> int:
@@ -129,30 +133,33 @@ class Lender:
         if not pieces:
             return Recalled(0)
         moved = copied = lost = 0
-        problem = ""
+        problem, is_known = "", True
         try:
             moved, drained = self._drain(pieces, within_s)
             if not drained:
                 copied, lost, problem = self._copy(pieces, until_s)
         except SilentMasterError as error:
-            problem = f"{error}: what was in the memory may be lost"
+            problem, is_known = f"{error}: what was in the memory may be lost", False
         self._pieces = self._pieces[:keep]
         freed, failed = _unmount(pieces, max(_LEFT_S, until_s - time.monotonic()))
         total = self.recalled
         self.recalls += 1
+        self.unknown_recalls += not is_known
         self.recalled = Recalled(
             total.nbytes + freed, total.moved + moved, total.copied + copied, total.lost + lost
         )
-        return Recalled(freed, moved, copied, lost, "; ".join(filter(None, (problem, failed))))
+        problems = "; ".join(filter(None, (problem, failed)))
+        return Recalled(freed, moved, copied, lost, problems, is_known)
 
     def _drain(self, pieces: Sequence[Piece], within_s: float) -> tuple[int, bool]:
         """Have the master move objects to other nodes. Returns the number of moved objects, and whether these were all.
         Raises SilentMasterError."""
-        number = self._master.start_drain([piece.name for piece in pieces])
         began_s = changed_s = time.monotonic()
+        until_s = began_s + within_s - _LEFT_S
+        number = self._master.start_drain([piece.name for piece in pieces])
         last: DrainJob | None = None
         while True:
-            job = self._master.drain(number)
+            job = self._answered(lambda: self._master.drain(number), until_s)
             now_s = time.monotonic()
             if job.is_over:
                 logger.info("drain job: %s", job.message)
@@ -166,11 +173,21 @@ class Lender:
             if self._hurries:
                 return job.succeeded_units, False
 
+    def _answered(self, call: Callable[[], _Answer], until_s: float) -> _Answer:
+        """The master's answer to a question. A master that is late is asked again: it may only stand still for a
+        moment. Raises SilentMasterError."""
+        while True:
+            try:
+                return call()
+            except LateMasterError:
+                if self._hurries or time.monotonic() >= until_s:
+                    raise
+
     def _copy(self, pieces: Sequence[Piece], until_s: float) -> tuple[int, int, str]:
         """Copy objects that are only in these pieces. Returns the number of copied objects, the number of failures, and
         the reason. Raises SilentMasterError."""
         client, names = pieces[0].client, {piece.name for piece in pieces}
-        segments = self._master.segments()
+        segments = self._answered(self._master.segments, until_s - _LEFT_S)
         own = {each.te_endpoint for each in segments if each.segment_name in names}
         room = {
             each.segment_name: each.free_bytes
@@ -208,8 +225,13 @@ class Lender:
         keys = self._master.keys() if keys is None else keys
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             batch = [key for key in keys[start : start + _KEYS_AT_ONCE] if key]
-            for key, copies in client.batch_get_replica_desc(batch).items():
-                places = [_place(each) for each in copies if _is_whole(each)]
+            copies_of = dict(client.batch_get_replica_desc(batch))
+            if missing := [key for key in batch if key not in copies_of]:
+                # Gone, or the master stood still: its client says the same. The HTTP server does not.
+                self._master.segments()
+                copies_of.update(client.batch_get_replica_desc(missing))
+            for key, copies in copies_of.items():
+                places = whole_in_memory(copies)
                 if places and all(place.transport_endpoint in own for place in places):
                     yield key, places[0].size
 
@@ -240,14 +262,6 @@ def _unmount(pieces: Sequence[Piece], within_s: float) -> tuple[int, str]:
     if late := sum(piece.nbytes for piece in pieces) - freed:
         return freed, f"the master has not answered yet: {text_of(late)} follow when it does"
     return freed, next((problem for _, problem in in_time if problem), "")
-
-
-def _is_whole(copy: Any) -> bool:
-    return bool(copy.is_memory_replica()) and copy.status.name == "COMPLETE"
-
-
-def _place(copy: Any) -> Any:
-    return copy.get_memory_descriptor().buffer_descriptor
 
 
 def _is_over(client: Any, task: Any) -> bool:

@@ -22,6 +22,10 @@ class SilentMasterError(PDConnectorError):
     """The master does not answer, or refuses."""
 
 
+class LateMasterError(SilentMasterError):
+    """The master did not answer in time. It may answer later."""
+
+
 class Segment(msgspec.Struct, frozen=True):
     """Lent memory. All segments of one client have one name."""
 
@@ -123,4 +127,5 @@ class Master:
             ) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise SilentMasterError(f"{self.url} does not answer ({reason})") from None
+            kind = LateMasterError if isinstance(reason, TimeoutError) else SilentMasterError
+            raise kind(f"{self.url} does not answer ({reason})") from None

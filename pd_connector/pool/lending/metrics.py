@@ -24,6 +24,11 @@ class LenderMetrics(Collector):
         lent.add_metric([], self._lender.nbytes)
         recalls = CounterMetricFamily(f"{PREFIX}recalls", "Recalls of lent memory that have ended.")
         recalls.add_metric([], self._lender.recalls)
+        unknown = CounterMetricFamily(
+            f"{PREFIX}unknown_recalls",
+            "Recalls during which the master did not answer: how many objects are lost is not known.",
+        )
+        unknown.add_metric([], self._lender.unknown_recalls)
         nbytes = CounterMetricFamily(
             f"{PREFIX}recalled_bytes", "Memory that recalls have given back to this host."
         )
@@ -35,4 +40,4 @@ class LenderMetrics(Collector):
         )
         for cause in ("moved", "copied", "lost"):
             objects.add_metric([cause], getattr(recalled, cause))
-        yield from (lent, recalls, nbytes, objects)
+        yield from (lent, recalls, unknown, nbytes, objects)

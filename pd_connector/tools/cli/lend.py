@@ -172,6 +172,8 @@ def _resize(lender: Lender, requested: Resize, reply: _Reply) -> None:
 
 def _sentence(recalled: Recalled, left: int) -> str:
     lost = f", {recalled.lost:,} lost" if recalled.lost else ""
+    if not recalled.is_known:
+        lost = ", an unknown number lost"
     why = f" ({recalled.problem})" if recalled.problem else ""
     return (
         f"{text_of(recalled.nbytes)} recalled, {text_of(left)} are lent: {recalled.moved:,} objects moved, {recalled.copied:,} "

@@ -2,12 +2,13 @@
 """Loads from the pool that are under way, and what their ends change in the scheduler."""
 
 import time
+from collections.abc import Sequence
 
 from pd_connector.errors import Cause, Miss
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.load_breakeven import LoadBreakeven
-from pd_connector.pool.store.base import FAR
+from pd_connector.pool.store.base import FAR, Found
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.messages import Cut, earliest
 from pd_connector.vllm.pool.audit import PoolAudit
@@ -79,12 +80,15 @@ class PoolLoads:
             return 0
         seconds = time.monotonic() - loading.began_s
         nbytes = sum(hit.nbytes for hit in loading.hits)
-        self._telemetry.count("pool_hits", len(loading.keys))
-        self._telemetry.count("pool_far_hits", sum(hit.tier == FAR for hit in loading.hits))
+        self._count_hits(loading.hits)
         tiers = {hit.tier for hit in loading.hits}
         if len(tiers) == 1:
             self._breakeven.loaded(tiers.pop(), nbytes, seconds)
         return nbytes // len(loading.hits)
+
+    def _count_hits(self, hits: Sequence[Found]) -> None:
+        self._telemetry.count("pool_hits", len(hits))
+        self._telemetry.count("pool_far_hits", sum(hit.tier == FAR for hit in hits))
 
     def _cut(self, prompt: PoolPrompt, loading: Loading, *, failed: bool) -> None:
         """A load broke off at an unusable chunk. The chunks before it count as loaded; the rest is not loaded again."""
@@ -100,7 +104,7 @@ class PoolLoads:
         ):  # what is damaged or gone is found no more
             self._audit.refuse(loading.keys[bad : bad + 1])
         if not failed:
-            self._telemetry.count("pool_hits", bad)
+            self._count_hits(loading.hits[:bad])
         elif bad and cut.cause is not Cause.STALLED:
             # vLLM asks again. It has kept nothing, because a window slides over this cache.
             prompt.look, prompt.pays = loading.look, prompt.kept

@@ -54,9 +54,7 @@ def _mixes(inventory: Inventory) -> Iterator[Mix]:
             for n, device in enumerate(slots):
                 role, tp = (Role.PREFILL, tp_p) if n < prefill else (Role.DECODE, tp_d)
                 counts[f"{device}-tp{tp}", role] += max(tp_p, tp_d) // tp
-            if all(kind in inventory.kinds for kind, _ in counts):
-                mix = mix_of(counts)
-                if fits(
-                    mix, inventory
-                ):  # `best_of` leaves out those that have no place on the nodes
-                    yield mix
+            mix = mix_of(counts)
+            # `best_of` leaves out mixes that have no place on the nodes.
+            if all(kind in inventory.kinds for kind, _ in counts) and fits(mix, inventory):
+                yield mix

@@ -64,6 +64,19 @@ def test_hosts_share_through_mooncake_and_a_stranger_causes_misses() -> None:
 
 
 @here
+@pytest.mark.netns
+def test_a_stranger_who_writes_into_the_memory_where_objects_land_causes_misses() -> None:
+    """He writes between the end of a transfer and the reader's copy, then without end while it reads."""
+    found = in_a_namespace("mooncake_landing.py", "FOUND")
+    assert set(found["struck"]) == {"damaged"}
+    assert found["left alone"] == ["right"]
+    assert set(found["meanwhile"]) <= {"damaged", "right"}
+    # The controls: without a seal, and opened where it has landed.
+    assert found["plain"] == ["wrong"]
+    assert found["in place"] == ["wrong"]
+
+
+@here
 @pytest.mark.parametrize(
     ("address", "found"),
     [

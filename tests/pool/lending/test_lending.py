@@ -50,6 +50,7 @@ def test_half_of_the_memory_is_recalled_and_hot_objects_stay() -> None:
     metrics = found["metrics"]
     assert metrics["pd_connector:lender_lent_bytes"] == 128 << 20
     assert metrics["pd_connector:lender_recalls_total"] == 1
+    assert metrics["pd_connector:lender_unknown_recalls_total"] == 0
     assert metrics["pd_connector:lender_recalled_bytes_total"] == 128 << 20
     objects = "pd_connector:lender_recalled_objects_total"
     moved, copied = metrics[f'{objects}{{cause="moved"}}'], metrics[f'{objects}{{cause="copied"}}']

@@ -15,7 +15,7 @@ import pytest
 from pd_connector.errors import ConfigError
 from pd_connector.pool.lending import lender as lender_module
 from pd_connector.pool.lending.lender import Lender, Recalled
-from pd_connector.pool.lending.master import SilentMasterError
+from pd_connector.pool.lending.master import LateMasterError, SilentMasterError
 from pd_connector.pool.settings import SHM_VARIABLE, text_of
 from pd_connector.tools.cli import lend
 
@@ -74,7 +74,11 @@ def test_all_pieces_are_unmounted_at_once_and_no_longer_than_there_is_time(
     lender = Lender(urlsplit(FAR), PIECE, 1.0)
     lender.lend(3 * PIECE)
     recalled = lender.recall(PIECE, 0.05)
-    assert recalled.nbytes == 0
+    assert (recalled.nbytes, recalled.is_known) == (0, False)
+    assert lend._sentence(recalled, PIECE).startswith(
+        "0 bytes recalled, 64 MiB are lent: 0 objects moved, 0 copied that were in use, an unknown number lost (it does not "
+    )
+    assert (lender.recalls, lender.unknown_recalls) == (1, 1)
     assert recalled.problem == (
         "it does not answer: what was in the memory may be lost; "
         f"the master has not answered yet: {text_of(2 * PIECE)} follow when it does"
@@ -90,6 +94,72 @@ def test_a_master_that_answers_frees_all(monkeypatch: pytest.MonkeyPatch) -> Non
     Client.answers.set()
     assert lender.recall(0, 60) == Recalled(3 * PIECE, 7)
     assert all(client.is_closed for client in Client.made)
+
+
+def test_a_master_that_stands_still_for_a_moment_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [LateMasterError("late"), LateMasterError("late"), None]
+
+    def drain(*_: Any) -> Any:
+        if answers and (error := answers.pop(0)):
+            raise error
+        return SimpleNamespace(
+            is_over=True, status_name="SUCCEEDED", succeeded_units=5, active_units=0, message=""
+        )
+
+    monkeypatch.setattr(SilentMaster, "start_drain", lambda *_: "1")
+    monkeypatch.setattr(SilentMaster, "drain", drain, raising=False)
+    lender = Lender(urlsplit(FAR), PIECE, 1.0)
+    lender.lend(PIECE)
+    Client.answers.set()
+    assert lender.recall(0, 60) == Recalled(PIECE, 5)
+    assert lender.unknown_recalls == 0
+
+
+def test_objects_are_not_taken_for_gone_while_the_master_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mooncake's client knows neither: it answers nothing for both."""
+    segment = SimpleNamespace(te_endpoint="here", segment_name="name", free_bytes=0, status="OK")
+    place = SimpleNamespace(buffer_descriptor=SimpleNamespace(transport_endpoint="here", size=9))
+    copy = SimpleNamespace(
+        is_memory_replica=lambda: True,
+        status=SimpleNamespace(name="COMPLETE"),
+        get_memory_descriptor=lambda: place,
+    )
+    silent: list[SilentMasterError] = []
+
+    def segments(*_: Any) -> Any:
+        if silent:
+            raise silent[0]
+        return [segment]
+
+    told: dict[str, Any] = {"a": [copy]}
+    monkeypatch.setattr(SilentMaster, "segments", segments, raising=False)
+    monkeypatch.setattr(SilentMaster, "keys", lambda *_: ["a", "b", ""], raising=False)
+    monkeypatch.setattr(
+        Client,
+        "batch_get_replica_desc",
+        lambda _, keys: {key: told[key] for key in keys if key in told},
+        raising=False,
+    )
+    lender = Lender(urlsplit(FAR), PIECE, 1.0)
+    lender.lend(PIECE)
+    monkeypatch.setattr(lender, "_drain", lambda *_: (7, False))
+    Client.answers.set()
+    assert lender.recall(0, 60)[1:] == (7, 0, 1, "no other node has room for them", True)
+    lender.lend(PIECE)
+    told.clear()
+
+    def keys(*_: Any) -> list[str]:
+        silent.append(SilentMasterError("it does not answer"))  # from now on
+        return ["a", "b", ""]
+
+    monkeypatch.setattr(SilentMaster, "keys", keys, raising=False)
+    recalled = lender.recall(0, 60)
+    assert (recalled.moved, recalled.is_known) == (7, False)
+    assert "what was in the memory may be lost" in recalled.problem
 
 
 def test_a_signal_while_it_waits_for_the_master_ends_a_recall(

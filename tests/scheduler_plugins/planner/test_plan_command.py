@@ -102,7 +102,7 @@ def test_a_plan_of_two_lengths_brings_its_trace(folder: Path, capsys) -> None:
         *PROMISE,
     )
     assert plan(folder, *given, "--out", out) == 0
-    assert len((out / "trace.csv").read_text().splitlines()) == 3001
+    assert len((out / "trace-2000-60.csv").read_text().splitlines()) == 3001
     assert (out / "start-node.sh").exists()
     assert "PD_CONNECTOR_KEY" not in (out / "start-node.sh").read_text()
     if "engines that do both" in (out / "plan.md").read_text().split("not written")[-1]:
@@ -126,6 +126,11 @@ def test_a_plan_of_two_lengths_brings_its_trace(folder: Path, capsys) -> None:
         ("--device H100 --gpus -1", "gpus -1: must be from 1 to 512"),
         ("--device H100 --gpus 1000000000", "gpus 1000000000: must be from 1 to 512"),
         ("--device H100 --requests -5", "requests -5: must be 40 or more"),
+        ("--device H100 --requests 10000000000", "and at most 1,000,000"),
+        (
+            "--device H100 --ttft-ms 3600000 --requests 40",
+            "a window lasts less than 5 promised first tokens",
+        ),
         ("--device H100 --per-s -1", "per_s -1.0"),
         ("--device H100 --order nope", "policy 'nope'"),
         ("--device H100 --policy nope", "policy 'nope'"),
@@ -165,6 +170,7 @@ def test_a_mistake_is_named_and_nothing_is_written(
         (("  A100: {price_per_h: 1.2}", "budget: {watts: 1, price_per_h: 1}"), "has both price_per_h and watts"),
         (("  A100: {price_per_h: 1.2}", "budget: {price_per_h: 1}"), "budget: price_per_h needs a price_per_h of every device"),
         (("price_per_h: 2.5", "profiles: [no.yaml]"), "no.yaml: cannot be read"),
+        (("  H100: {", "  H1O0: {"), "device 'H1O0': no node has it; did you mean 'H100'?"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_an_inventory_is_named(
@@ -214,6 +220,21 @@ def test_a_profile_that_does_not_fit_is_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ("{mine: {profiles: [tp1.yaml, tp1.yaml]}}", "profiles of device 'mine': are of 1, 1 GPUs; give one for each"),
+        ("{mine: {profiles: [tp1.yaml]}}\nbudget: {watts: 900}", "budget: watts needs a watts of every device, mine-tp1 has none"),
+    ],
+)  # fmt: skip
+def test_what_profiles_do_not_say_is_named(folder: Path, devices: str, said: str, capsys) -> None:
+    (folder / "tp1.yaml").write_text(MEASURED)
+    path = folder / "inventory.yaml"
+    path.write_text(f"nodes: [{{name: n, device: mine, gpus: 2}}]\ndevices: {devices}")
+    assert plan(folder, folder / "trace.csv", "--inventory", path, *PROMISE) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_measured_profile_is_called_measured_and_force_says_so_on_the_page(
     folder: Path, capsys
 ) -> None:
@@ -232,6 +253,24 @@ def test_a_measured_profile_is_called_measured_and_force_says_so_on_the_page(
     assert "error 30% (decode)" in (folder / "out/plan.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["plan.md", "router.yaml", "fleet.yaml"])
+def test_files_that_no_plan_wrote_are_not_replaced(folder: Path, name: str, capsys) -> None:
+    (out := folder / "out").mkdir()
+    (out / name).write_text("# Mine\n")
+    given = (folder / "trace.csv", "--device", "H100", "--gpus", "2", *PROMISE, "--out", out)
+    assert plan(folder, *given) == 2
+    assert f"{out / name}: no plan wrote it" in capsys.readouterr().err
+    assert [path.read_text() for path in out.iterdir()] == ["# Mine\n"]
+
+
+def test_a_trace_of_two_lengths_has_all_requests_that_are_asked_for(folder: Path) -> None:
+    """Short requests need long windows: with few requests every rate is in time."""
+    lengths = ("--prompt-tokens", "20", "--answer-tokens", "1", "--requests", "3200")
+    given = (*lengths, "--device", "L4", "--gpus", "1", "--ttft-ms", "300", "--tpot-ms", "100")
+    assert plan(folder, *given, "--out", folder / "out") == 0
+    assert len((folder / "out/trace-20-1.csv").read_text().splitlines()) == 3201
+
+
 def test_engines_serve_the_folder_that_has_the_weights(folder: Path) -> None:
     assert _served(str(folder / "config.json")) == ""
     assert _served("") == ""
@@ -242,8 +281,13 @@ def test_engines_serve_the_folder_that_has_the_weights(folder: Path) -> None:
 def test_traces_that_say_nothing_are_refused(folder: Path, capsys) -> None:
     head, first, *rest = (folder / "trace.csv").read_text().splitlines()
     long = [f"{line.rsplit(',', 2)[0]},140000,5" if n == 7 else line for n, line in enumerate(rest)]
+    at_once = [",".join([first.split(",")[0], *line.split(",")[1:]]) for line in rest]
     for lines, said in (
         ([head], "is empty"),
+        (
+            [head, *at_once],
+            "all 60 requests of a window come at the same time, so they have no rate",
+        ),
         ([head, first], "has 1 requests, wanted are 40"),
         ([head, *rest, first.replace(first.rsplit(",", 2)[1], "-5")], "tokens below 0"),
         ([head, *long], "1 of 299 requests are longer than the model's context of 131,072"),
@@ -259,6 +303,9 @@ def test_endless_files_are_not_read_to_their_end(folder: Path, capsys) -> None:
     assert "is not JSON" in capsys.readouterr().err
     assert plan(folder, trace, "--inventory", zero, *PROMISE) == 2
     assert "has more bytes than are read, at most 1,048,576" in capsys.readouterr().err
+    (folder / "zeros").write_bytes(b"\0" * (2 << 20))
+    assert plan(folder, folder / "zeros", "--device", "H100", *PROMISE) == 2
+    assert "longer than 1,048,576 bytes; a trace has one request a line" in capsys.readouterr().err
 
 
 def test_weights_that_fit_nowhere_are_refused(folder: Path, capsys) -> None:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from pd_bench.scheduler.app import app
 from pd_bench.scheduler.workload import shared_profiles
-from scheduler_plugins.sim.trace import TraceError, at_rate, jittered, read
+from scheduler_plugins.sim import trace
+from scheduler_plugins.sim.trace import TraceError, at_rate, jittered, load, read
 
 LINE = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": [%s]}\n'
 
@@ -47,6 +48,7 @@ def test_coarse_times_are_spread_and_scaled(tmp_path: Path) -> None:
         (LINE % (0, 1, "") + "{}\n", "line 2: .*timestamp"),
         ("no trace\n", "line 1: "),
         (LINE % (0, 1, "") + LINE % (0, -1, ""), "line 2: .*>= 0"),
+        (LINE % (0, 1, "") + LINE % (0, 10**15, ""), "line 2: .*<= 100000000"),
     ],
 )
 def test_what_is_no_trace_is_refused_by_line(tmp_path: Path, text: str, said: str) -> None:
@@ -56,6 +58,46 @@ def test_what_is_no_trace_is_refused_by_line(tmp_path: Path, text: str, said: st
         read(path)
     with pytest.raises(TraceError, match="cannot be read"):
         read(tmp_path / "missing")
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("2026-01-01 00:00:00,5,1e3", "line 2: ValueError"),
+        (f"2026-01-01 00:00:00,{10**400},1", "line 2: .*more than 100,000,000 tokens"),
+        (f"2026-01-01 00:00:00,1,{'1' * 200_000}", "line .*field larger than field limit"),
+    ],
+)
+def test_what_is_no_trace_of_azure_is_refused_by_line(
+    tmp_path: Path, lines: str, said: str
+) -> None:
+    (path := tmp_path / "t.csv").write_text(AZURE + lines)
+    with pytest.raises(TraceError, match=said):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
+def test_a_file_that_never_ends_is_not_read_to_its_end(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(
+        b"\0" * (2 << 20)
+    )  # as /dev/zero, which would fill the memory without the limit
+    with pytest.raises(
+        TraceError, match=r"line 1: begins with b?'.x00.*longer than 1,048,576 bytes"
+    ):
+        load(path)
+    head, line = (AZURE, "2026-01-01 00:00:00,5,1\n") if "csv" in name else ("", LINE % (0, 1, ""))
+    path.write_text(head + line * 100)
+    assert len(load(path)) == 100
+    monkeypatch.setattr(trace, "MOST_BYTES", 1000)
+    assert len(load(path, limit=5)) == 5, "what is asked for is read"
+    with pytest.raises(TraceError, match="at most 1,000 bytes are read; give a part of it"):
+        load(path)
 
 
 def test_the_command_replays_a_trace(tmp_path: Path) -> None:

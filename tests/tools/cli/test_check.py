@@ -421,6 +421,16 @@ def test_an_sglang_engine_with_a_pool_is_checked_by_its_arguments(
     assert named in findings[0].found
 
 
+def test_commands_of_a_page_are_a_script_without_a_first_line(tmp_path: Path) -> None:
+    script = tmp_path / "pasted"
+    exported = "export PD_CONNECTOR_CONFIG='{\"pool\": true}'\npython -m sglang.launch_server"
+    for page_size, status in ((64, Status.OK), (24, Status.FAIL)):
+        script.write_text(f"{exported} --model-path m --page-size {page_size}\n")
+        assert [one.status for one in examine(str(script), {}).findings] == [status]
+    script.write_text('vllm serve m --kv-transfer-config \'{"kv_conector": "PDConnector"}\'\n')
+    assert "kv_conector" in text_of(told(str(script)))
+
+
 def test_the_pool_of_an_sglang_engine_is_checked_as_vllms_is(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"#!/bin/sh\n{SGLANG % json.dumps({'memry': '1GiB'})}\n")

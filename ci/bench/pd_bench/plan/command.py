@@ -90,19 +90,17 @@ def unlike(traces: Traces, json: Json = None) -> None:
         for name, requests in _workloads(traces):
             inventory = nodes("H100", "A100")
             promise = promise_of(inventory, requests)
-            _, each = long_enough(inventory, requests, promise, "planner")
+            ours, each = long_enough(inventory, requests, promise, "planner")
+            _say(f"{name}, {promise.ttft_s} s, {each}, planner: {_text(ours)}")
             params: dict[str, str | int | float] = {
                 "trace": name,
                 "TTFT s": promise.ttft_s,
                 "each": each,
             }
-            results = {
-                search: long_enough(inventory, requests, promise, search, each)[0]
-                for search in SEARCHES
-            }
-            for search, result in results.items():
-                _say(f"{name}, {search}: {_text(result)}")
-            ours = results["planner"]
+            results = dict[str, Searched]()
+            for search in ("colocated", *PAPERS):
+                results[search], _ = long_enough(inventory, requests, promise, search, each)
+                _say(f"{name}, {search}: {_text(results[search])}")
             for paper in PAPERS:
                 if results[paper].best:
                     rows.append(

@@ -14,7 +14,7 @@ from pd_bench.machine import Noise
 from pd_bench.pool import cross as both_kinds
 from pd_bench.pool import disk as disk_reads
 from pd_bench.pool import far as far_store
-from pd_bench.pool import lookups, rivals
+from pd_bench.pool import far_engines, lookups, rivals
 from pd_bench.pool import sglang as sglang_engines
 from pd_bench.pool import slow as slow_stores
 from pd_bench.pool import trace as hit_rates
@@ -73,7 +73,7 @@ def pool(
     far: Annotated[
         str,
         typer.Option(
-            help=f"The pool across hosts, with a Redis server of its own: all, or some of {', '.join(far_store.ROWS)} with commas."
+            help=f"The pool across hosts, with stores of its own: all, or some of {', '.join((*far_store.ROWS, *far_engines.ROWS))} with commas. The last four start engines on two hosts (namespaces, as root)."
         ),
     ] = "",
     peer_env: Annotated[Path, typer.Option(help="Virtual environment that has Mooncake.")] = Path(
@@ -135,8 +135,12 @@ def pool(
             others_cores = max(others_cores, noise.cores())
         if far:
             noise = Noise([])
-            chosen = far_store.ROWS if far == "all" else far.split(",")
-            tables += far_store.measure(chosen, objects, runs, warm_ups, say)
+            rows_far = far_store.chosen(far, far_engines.ROWS)
+            if own := [name for name in rows_far if name in far_store.ROWS]:
+                tables += far_store.measure(own, objects, runs, warm_ups, say)
+            for name in rows_far:
+                if name in far_engines.ROWS:
+                    tables += far_engines.measure(name, prompt_tokens, runs, warm_ups, stderr, say)
             others_cores = max(others_cores, noise.cores())
         if slow:
             with slow_stores.running(stderr) as with_faults:

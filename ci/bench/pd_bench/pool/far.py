@@ -162,6 +162,22 @@ class Host:
         self.store.close()
 
 
+def chosen(text: str, more: Sequence[str]) -> list[str]:
+    """The rows that `--far` names.
+
+    Args:
+        more: rows of engines.
+
+    Raises:
+        BenchError: there is no such row.
+    """
+    names = [*ROWS, *more]
+    rows = names if text == "all" else text.split(",")
+    if unknown := [row for row in rows if row not in names]:
+        raise BenchError(f"--far {unknown[0]}: must be all, or some of {', '.join(names)}")
+    return rows
+
+
 def measure(rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Say) -> list[Table]:
     """Measure these rows.
 
@@ -171,8 +187,6 @@ def measure(rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Sa
     Raises:
         BenchError: a chunk did not come, or is wrong.
     """
-    if unknown := [row for row in rows if row not in ROWS]:
-        raise BenchError(f"--far {unknown[0]}: must be all, or some of {', '.join(ROWS)}")
     tables = []
     with own_folder() as folder, contextlib.ExitStack() as opened:
         key = folder / "key"

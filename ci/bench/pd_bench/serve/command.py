@@ -128,7 +128,7 @@ def _hosts_lines(findings: HostsFindings) -> list[str]:
         *(f"  lost {number} times: {failure}" for failure, number in findings.failures.items()),
         f"first turn: {findings.first[0]:,.0f} chunks loaded, {findings.first[1]:,.0f} of them from the far store",
         f"after a host's death: {findings.again[0]:,.0f} chunks loaded, {findings.again[1]:,.0f} of them from the far store",
-        f"  {findings.named:,.0f} decisions of the router named it",
+        f"  {findings.named:,.0f} decisions of the router named it; {findings.not_worth:,.0f} chunks were computed, because that is faster",
         *(f"carrier {name}: {counts}" for name, counts in zip("ab", carriers, strict=False)),
     ]
 

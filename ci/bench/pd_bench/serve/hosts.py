@@ -6,9 +6,11 @@
 
 1. A trace is served. In its middle third the store's server is killed, and it returns before the last third.
 2. Carriers are killed and started again: they put what their hosts have.
-3. Host a dies with its memory, and both engines of host b look into the store again. The same requests come again: host b loads
-   what host a has computed.
-4. One engine computes all requests again, without cache and pool. All answers must be equal.
+3. Each engine of host a computes prompts of its own. Host a dies with its memory. Each engine of host b is asked for these prompts until
+   it has loaded one of each engine of host a from the store, or all are used up: it compares the first one (audit), looks into the
+   store again, and learns how fast that is.
+4. The same requests come again: host b loads what host a has computed.
+5. One engine computes all requests again, without cache and pool. All answers must be equal.
 """
 
 from __future__ import annotations
@@ -68,6 +70,9 @@ _MEMORY = "1GiB"
 _LENT = 1 << 30
 _IN_USE_S = 240.0
 _PATIENCE_S = 120.0
+_PROMPTS, _PROMPT_TOKENS = 6, 2000
+"""Prompts of each engine of the first host for each of the other one, and their tokens at most. If prompts are short, an
+engine learns that computing is faster than loading."""
 _FAULT_S = 1.0
 """How long after a third has begun its fault comes, in seconds."""
 
@@ -82,6 +87,7 @@ class HostsFindings:
         failures: of the lost ones, by text.
         first, again: chunks loaded, and those of them from the far store, in each turn.
         named: decisions of the router that named the far store.
+        not_worth: chunks of the second turn that were found and computed, because that is faster by the engine's measurements.
         carriers: their counts since they were started again, up to the first host's death and the second turn's end.
     """
 
@@ -92,6 +98,7 @@ class HostsFindings:
     first: tuple[float, float]
     again: tuple[float, float]
     named: float
+    not_worth: float
     carriers: Sequence[Mapping[str, int]]
 
     @property
@@ -101,16 +108,27 @@ class HostsFindings:
 
 
 class Server:
-    """The store between the hosts, in the first one's namespace, with what the other host gives to it."""
+    """The store between the hosts, in the first one's namespace, with what hosts lend to it.
 
-    def __init__(self, kind: str, sides: Sequence[Namespace], logs: Path) -> None:
+    Args:
+        lends: hosts with a node of Mooncake; all, unless they are named.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        sides: Sequence[Namespace],
+        logs: Path,
+        lends: Sequence[Namespace] | None = None,
+    ) -> None:
         self._kind, self._sides, self._logs = kind, sides, logs
-        self._port = sides[0].port()
-        self._families: list[Family] = []
+        self._lends = sides if lends is None else lends
+        self.port = sides[0].port()
+        self._families: dict[str, Family] = {}
 
     def address(self, side: Namespace) -> str:
         """What the carrier of a host dials."""
-        server = f"{self._sides[0].address}:{self._port}"
+        server = f"{self._sides[0].address}:{self.port}"
         if self._kind == REDIS:
             return f"redis://{server}"
         return f"mooncake://{server}?protocol=tcp&host={side.address}"
@@ -118,26 +136,32 @@ class Server:
     def start(self) -> None:
         """Start it, empty."""
         if self._kind == REDIS:
-            bind = ["--bind", self._sides[0].address, "--port", str(self._port)]
+            bind = ["--bind", self._sides[0].address, "--port", str(self.port)]
             room = ["--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru"]
             keeps = ["--save", "", "--protected-mode", "no"]
             self._run("redis", self._sides[0], ["redis-server", *bind, *room, *keeps])
             return
-        ports = ["--port", str(self._port), "--metrics_port", str(self._sides[0].port())]
+        ports = ["--port", str(self.port), "--metrics_port", str(self._sides[0].port())]
         self._run("master", self._sides[0], [sys.executable, "-m", "mooncake.cli", *ports])
         for name, side in zip("ab", self._sides, strict=True):
-            lends = [side.address, f"{self._sides[0].address}:{self._port}", str(_LENT)]
+            if side not in self._lends:
+                continue
+            lends = [side.address, f"{self._sides[0].address}:{self.port}", str(_LENT)]
             self._run(f"node-{name}", side, [sys.executable, "-c", _LENDER, *lends])
 
     def kill(self) -> None:
         """End it at once, with all that it has."""
-        for family in self._families:
+        for family in self._families.values():
             family.kill()
         self._families.clear()
 
+    def family(self, name: str) -> Family:
+        """The process `redis`, `master`, `node-a` or `node-b`."""
+        return self._families[name]
+
     def _run(self, name: str, side: Namespace, command: Sequence[str]) -> None:
         log = self._logs / f"{name}.log"
-        self._families.append(Family([*side.prefix, *command], log=log))
+        self._families[name] = Family([*side.prefix, *command], log=log)
 
 
 _LENDER = """
@@ -225,6 +249,12 @@ class BenchHost:
         loaded, far = (sum(each.total(name) for each in metrics) for name in names)
         return loaded, far
 
+    def not_worth(self) -> float:
+        """Chunks that its engines have found and computed, because that was faster."""
+        metrics = [engine.metrics() for engine in self.engines if engine.running]
+        name = "pd_connector:pool_misses_total"
+        return sum(each.total(name, cause="not_worth") for each in metrics)
+
 
 @dataclass(frozen=True)
 class HostsBench:
@@ -267,9 +297,7 @@ class HostsBench:
             stack.enter_context(terminate_as_interrupt())
             sides = stack.enter_context(Bed(self.link_mbit)).namespaces
             secret = secrets.token_hex(32)
-            key = logs / "pool.key"
-            key.touch(mode=0o600)
-            key.write_text(secrets.token_hex(32) + "\n")
+            key = key_file(logs)
             server = Server(self.far, sides, logs)
             stack.callback(server.kill)
             server.start()
@@ -315,6 +343,19 @@ class HostsBench:
             )
 
 
+def key_file(folder: Path) -> Path:
+    """A new key of all hosts."""
+    key = folder / "pool.key"
+    key.touch(mode=0o600)
+    key.write_text(secrets.token_hex(32) + "\n")
+    return key
+
+
+def carrier_command(key: Path) -> list[str]:
+    """The carrier of a host. Its far store is in the environment."""
+    return [sys.executable, "-m", "pd_connector", "pool", "carry", "--key-file", str(key)]
+
+
 @contextlib.contextmanager
 def _host(
     place: int,
@@ -344,11 +385,9 @@ def _host(
         )
         for number, page in enumerate(PAGES[place])
     ]
-    carry = [sys.executable, "-m", "pd_connector", "pool", "carry", "--key-file", str(key)]
     log = logs / f"carrier-{name}.log"
-    host = BenchHost(
-        name, side, shm, engines, [*carry, "--answers-within", "1"], server.address(side), log
-    )
+    carry = [*carrier_command(key), "--answers-within", "1"]
+    host = BenchHost(name, side, shm, engines, carry, server.address(side), log)
     try:
         yield host
     finally:
@@ -382,19 +421,23 @@ class _Run:
             host.start_carrier()
         self._wait(self._all_put, "the carriers have not put what their hosts have")
         lost_host, left = self._hosts
+        prompts = self._compute(lost_host, _PROMPTS * len(left.engines))
+        self._wait(self._all_put, "the carriers have not put what their hosts have")
         counts_of_lost = self._counts(lost_host)
         lost_host.die()
         for engine in left.engines:
-            self._wait(
-                partial(self._looks_far, left, engine),
-                f"{engine.name} does not look into the far store again",
-            )
-        before = self._chunks([left])
+            for writer, computed in prompts.items():
+                given = [computed.pop() for _ in range(_PROMPTS)]
+                self._wait(
+                    partial(self._loads_far, left, engine, given),
+                    f"{engine.name} does not load from the far store what {writer} has computed",
+                )
+        before, not_worth = self._chunks([left]), left.not_worth()
         self._say(f"host {lost_host.name} has died, with its memory; the same requests again")
         named = self._named()
         again_texts = self._turn([(self._requests, None)])
         after = self._chunks([left])
-        named = self._named() - named
+        named, not_worth = self._named() - named, left.not_worth() - not_worth
         carriers = (counts_of_lost, self._counts(left))
         self._say("one engine computes all of it alone")
         alone = self._alone(left.engines[0].client)
@@ -403,12 +446,38 @@ class _Run:
         unequal = sum(text is not None and text != target for text, target in pairs)
         again = (after[0] - before[0], after[1] - before[1])
         return HostsFindings(
-            len(pairs), lost, unequal, self._failures, first, again, named, carriers
+            len(pairs), lost, unequal, self._failures, first, again, named, not_worth, carriers
         )
 
     def _counts(self, host: BenchHost) -> Mapping[str, int]:
         status = host.status()
         return status.counts if status else {}
+
+    def _compute(self, host: BenchHost, prompts: int) -> dict[str, list[TimedRequest]]:
+        """Have each engine of a host compute prompts that nobody else asks for."""
+        computed: dict[str, list[TimedRequest]] = {}
+        nbytes = min(_PROMPT_TOKENS, max(len(each.prompt) for each in self._requests)) // 2
+        for engine in host.engines:
+            requests = [TimedRequest(0.0, secrets.token_hex(nbytes), 2) for _ in range(prompts)]
+            for request in requests:
+                self._ask(engine.client, request)
+            computed[engine.name] = requests
+        return computed
+
+    def _loads_far(
+        self, host: BenchHost, engine: VllmEngine, prompts: list[TimedRequest]
+    ) -> bool | None:
+        """Whether an engine loads a prompt from the far store, or has none left. Takes the next one of `prompts` if the
+        engine looks there."""
+        if not prompts:
+            self._say(f"{engine.name} has computed what the far store has: it found that faster")
+            return True
+        if not self._looks_far(host, engine):
+            return None
+        before = self._chunks([host])[1]
+        self._ask(engine.client, prompts.pop())
+        self._ask(engine.client, TimedRequest(0.0, "x", 2))  # steps update the metrics
+        return True if self._chunks([host])[1] > before else None
 
     def _looks_far(self, host: BenchHost, engine: VllmEngine) -> bool | None:
         """Whether an engine looks for prompts in the far store. After a fault it leaves the store alone for 5 to 30 s, and

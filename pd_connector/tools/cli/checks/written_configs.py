@@ -14,6 +14,8 @@ from pd_connector.tools.cli.checks.transfer_config import Written
 _FLAG = "--kv-transfer-config"
 _SPECULATIVE = "--speculative-config"
 _COMMAND = re.compile(r"vllm serve|openai\.api_server|sglang\.launch_server")
+_PASTED = re.compile(r"^(?:export \w+=|vllm serve |sglang serve |python3? -m )", re.M)
+"""How a line begins in a script without `#!`, and in no YAML."""
 _DECODER = json.JSONDecoder()
 
 
@@ -25,7 +27,7 @@ def in_text(text: str, place: str) -> list[Written]:
     """
     if text.lstrip().startswith("{") and "{{" not in text:
         return [Written(place, _object(text))]
-    if text.startswith("#!"):
+    if text.startswith("#!") or _PASTED.search(text):
         return [
             written
             for n, line in enumerate(text.splitlines(), 1)

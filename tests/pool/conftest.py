@@ -5,6 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-_CLIENTS = str(Path(__file__).parents[3] / ".venv" / "far")
+_CLIENTS = str(Path(__file__).parents[2] / ".venv" / "far")
 if os.path.isdir(_CLIENTS) and _CLIENTS not in sys.path:
     sys.path.append(_CLIENTS)
