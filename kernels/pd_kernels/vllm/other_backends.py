@@ -58,9 +58,9 @@ def _elsewhere(vllm_config: Any) -> dict[tuple[str, str, bool], list[str]]:
     they use, and whether they are MLA."""
     options = vllm_config.attention_config
     of_kind = getattr(options, "backend_per_kind", None) or {}
-    found: dict[tuple[str, str, bool], list[str]] = {}
+    elsewhere: dict[tuple[str, str, bool], list[str]] = {}
     if not any(_is_ours(each) for each in (options.backend, *of_kind.values())):
-        return found
+        return elsewhere
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         if not _attends(layer) or (spec := layer.get_kv_cache_spec(vllm_config)) is None:
             continue
@@ -70,8 +70,8 @@ def _elsewhere(vllm_config: Any) -> dict[tuple[str, str, bool], list[str]]:
         if _is_ours(selected) and not any(_by_us(each.__module__) for each in backend.__mro__):
             # A model's own class can have the name of vLLM's.
             used = f"{backend.get_name()} ({backend.__name__})"
-            found.setdefault((selected.name, used, "mla" in kind), []).append(name)
-    return found
+            elsewhere.setdefault((selected.name, used, "mla" in kind), []).append(name)
+    return elsewhere
 
 
 def _attends(layer: Any) -> bool:
@@ -98,6 +98,6 @@ def _compressed(names: Iterable[str]) -> str:
     for name in names:
         numbers.setdefault(re.sub(r"\d+", "N", name), []).append(".".join(re.findall(r"\d+", name)))
     return "; ".join(
-        f"{name} (N = {', '.join(found)})" if any(found) else name
-        for name, found in numbers.items()
+        f"{name} (N = {', '.join(values)})" if any(values) else name
+        for name, values in numbers.items()
     )
