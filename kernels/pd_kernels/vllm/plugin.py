@@ -19,7 +19,7 @@ MLA_MEMBERS = {
 
 def register() -> None:
     """Register our backends: as CUSTOM, and as the MLA backend that PD_KERNELS_MLA names, if it is
-    set.
+    set. Also warn, when an engine starts, of layers that do not use ours although it is selected.
 
     May be called several times. Nothing changes for an engine that selects neither.
 
@@ -40,3 +40,6 @@ def register() -> None:
         if member not in MLA_MEMBERS:
             raise ValueError(f"{MLA_VARIABLE}={member}: must be one of {', '.join(MLA_MEMBERS)}")
         register_backend(AttentionBackendEnum[member], MLA_MEMBERS[member])
+    from pd_kernels.vllm import other_backends
+
+    other_backends.watch()
