@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from inspect import Parameter
 from math import inf
 from pathlib import Path
@@ -162,10 +163,9 @@ def _generated(prompt: int, answer: int, number: int = _GENERATED) -> Iterator[s
     yield "TIMESTAMP,ContextTokens,GeneratedTokens"
     for _ in range(number):
         at_s += random.expovariate(1.0)
-        hours, rest = divmod(at_s, 3600)
-        minutes, seconds = divmod(rest, 60)
+        at = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=at_s)
         tokens, more = (max(1, round(mean * random.uniform(0.5, 1.5))) for mean in (prompt, answer))
-        yield f"2026-01-01 {int(hours):02d}:{int(minutes):02d}:{seconds:09.6f},{tokens},{more}"
+        yield f"{at:%Y-%m-%d %H:%M:%S.%f},{tokens},{more}"
 
 
 def _trace_name(given: SimpleNamespace) -> str:

@@ -26,6 +26,8 @@ from scheduler_plugins.sim.simulate import CHUNK_TOKENS
 
 FIRST_PORT = 8100
 PAGE, ROUTER, VALUES, COMPOSE = "plan.md", "router.yaml", "values.yaml", "compose.yaml"
+_PATTERNS = (PAGE, ROUTER, "router-*.yaml", VALUES, COMPOSE, "fleet.yaml", "fleets/*.yaml", "start-*.sh")  # fmt: skip
+"""Names of a plan's files."""
 TITLE = "# Plan: "
 """How `plan.md` begins."""
 ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
@@ -263,14 +265,18 @@ def _is_plan(page: Path) -> bool:
 
 
 def check_free(folder: Path) -> None:
-    """Raises PDConnectorError if the folder is a file, or has files with a plan's names that no plan wrote."""
-    if folder.exists() and not folder.is_dir():
-        raise PDConnectorError(f"{folder}: is a file; name another --out")
-    for name in () if _is_plan(folder / PAGE) else (PAGE, ROUTER, VALUES, COMPOSE, fleet_name(0)):
-        if (folder / name).exists():
-            raise PDConnectorError(
-                f"{folder / name}: no plan wrote it, and it would be lost; name another --out"
-            )
+    """Raises PDConnectorError if the folder is a file, cannot be read, or has files with a plan's names that no plan wrote."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise PDConnectorError(f"{folder}: is a file; name another --out")
+        for pattern in () if _is_plan(folder / PAGE) else _PATTERNS:
+            for path in folder.glob(pattern):
+                raise PDConnectorError(
+                    f"{path}: no plan wrote it, and it would be lost; name another --out"
+                )
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise PDConnectorError(f"{folder}: {problem}; name another --out") from None
 
 
 def compose_services(plan: Plan, engines: list[Engine], model: str) -> tuple[Values, str]:

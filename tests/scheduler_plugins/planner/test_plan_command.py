@@ -15,11 +15,11 @@ from support.plan_cases import CONFIG, TWO_NODES, inputs, written
 
 from pd_connector.tools.cli.app import main as check
 from scheduler_plugins.commands import main as pd_router
-from scheduler_plugins.planner.command import _served
+from scheduler_plugins.planner.command import _generated, _served
 from scheduler_plugins.planner.mix import mix_of
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.settings.settings_file import parse
-from scheduler_plugins.sim import fleet
+from scheduler_plugins.sim import fleet, trace
 
 PROMISE = ("--ttft-ms", "300", "--tpot-ms", "50")
 
@@ -253,14 +253,24 @@ def test_a_measured_profile_is_called_measured_and_force_says_so_on_the_page(
     assert "error 30% (decode)" in (folder / "out/plan.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["plan.md", "router.yaml", "fleet.yaml"])
+@pytest.mark.parametrize(
+    "name", ["plan.md", "router.yaml", "router-a.yaml", "fleet.yaml", "fleets/1.yaml", "start-a.sh"]
+)
 def test_files_that_no_plan_wrote_are_not_replaced(folder: Path, name: str, capsys) -> None:
-    (out := folder / "out").mkdir()
+    out = folder / "out"
+    (out / name).parent.mkdir(parents=True)
     (out / name).write_text("# Mine\n")
     given = (folder / "trace.csv", "--device", "H100", "--gpus", "2", *PROMISE, "--out", out)
     assert plan(folder, *given) == 2
     assert f"{out / name}: no plan wrote it" in capsys.readouterr().err
-    assert [path.read_text() for path in out.iterdir()] == ["# Mine\n"]
+    assert [path.read_text() for path in out.rglob("*.*")] == ["# Mine\n"]
+
+
+def test_an_out_that_cannot_be_looked_at_is_refused_by_name(folder: Path, capsys) -> None:
+    out = folder / ("o" * 300)
+    given = (folder / "trace.csv", "--device", "H100", "--gpus", "2", *PROMISE, "--out", out)
+    assert plan(folder, *given) == 2
+    assert "cannot be read (File name too long); name another --out" in capsys.readouterr().err
 
 
 def test_a_trace_of_two_lengths_has_all_requests_that_are_asked_for(folder: Path) -> None:
@@ -269,6 +279,13 @@ def test_a_trace_of_two_lengths_has_all_requests_that_are_asked_for(folder: Path
     given = (*lengths, "--device", "L4", "--gpus", "1", "--ttft-ms", "300", "--tpot-ms", "100")
     assert plan(folder, *given, "--out", folder / "out") == 0
     assert len((folder / "out/trace-20-1.csv").read_text().splitlines()) == 3201
+
+
+def test_a_trace_of_two_lengths_goes_on_after_a_day(folder: Path) -> None:
+    (path := folder / "long.csv").write_text("\n".join(_generated(20, 1, 90_000)) + "\n")
+    requests = trace.load(path)
+    assert len(requests) == 90_000
+    assert requests[-1].arrival_s - requests[0].arrival_s > 24 * 3600
 
 
 def test_engines_serve_the_folder_that_has_the_weights(folder: Path) -> None:
