@@ -485,7 +485,9 @@ class PoolLinker(UnifiedCacheLinker):
         windowed = self._pages(allocator.translate_swa_indices_for_transfer(node.slots))
         free = max(0, node.before - self._window) // self._page_size
         if self._rank is not None and self._rank.consumes:
-            free = max(free, -(-len(self._inserting.origin_input_ids) // self._page_size))
+            req = self._inserting  # once retracted, its answer was handed over again, too
+            given = len(node.slots) if req.retraction_count else len(req.origin_input_ids)
+            free = min(max(free, -(-given // self._page_size)), len(windowed))
         tables.append([-1] * free + [page if page > 0 else -1 for page in windowed[free:]])
         return tables
 

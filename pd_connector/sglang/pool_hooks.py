@@ -25,7 +25,8 @@ def resolved(original: Callable[..., Any], server_args: Any, *args: Any, **optio
         os.environ[ENGINE_VARIABLE] = f"sglang-{uuid.uuid4().hex[:12]}"
         # Otherwise SGLang frees a prompt's windows, all but the last one, before the prompt enters its cache and is saved.
         frees = envs.SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS
-        if not frees.is_set():
+        # A decode engine gets the last window of a prompt alone. The slots before it are never written, and must be freed.
+        if server_args.disaggregation_mode != "decode" and not frees.is_set():
             frees.set(False)
     return original(server_args, *args, **options)
 

@@ -205,16 +205,22 @@ def test_sglang_keeps_windows_until_they_are_saved(monkeypatch: pytest.MonkeyPat
     from sglang.srt.server_args import ServerArgs
 
     frees = envs.SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS
-    for config, given, wanted in (
-        ("", None, True),
-        ('{"pool": true}', None, False),
-        ('{"pool": true}', "1", True),
+    monkeypatch.setenv(frees.name, "")  # so that its absence is what is restored
+    for config, given, mode, wanted in (
+        ("", None, "null", True),
+        ('{"pool": true}', None, "null", False),
+        ('{"pool": true}', None, "prefill", False),
+        ('{"pool": true}', None, "decode", True),
+        ('{"pool": true}', "1", "null", True),
     ):
         monkeypatch.setenv(CONFIG_VARIABLE, config)
         monkeypatch.delenv(frees.name, raising=False)
         if given is not None:
             monkeypatch.setenv(frees.name, given)
-        pool_hooks.resolved(lambda server_args: None, ServerArgs(model_path="dummy"))
+        backend = {} if mode == "null" else {"disaggregation_transfer_backend": "pd_connector"}
+        radix = {"disaggregation_decode_enable_radix_cache": True} if mode == "decode" else {}
+        args = ServerArgs(model_path="dummy", disaggregation_mode=mode, **backend, **radix)
+        pool_hooks.resolved(lambda server_args: None, args)
         assert frees.get() == wanted
     monkeypatch.delenv(frees.name, raising=False)
 

@@ -38,7 +38,7 @@ reader, path = sys.argv[1:]
 engine = TransferEngine()
 assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
 own = engine.allocate_managed_buffer(1 << 20)
-engine.write_bytes_to_buffer(own, secrets.token_bytes(1 << 20), 1 << 20)
+engine.write_bytes_to_buffer(own, b"\xff" * (1 << 20), 1 << 20)
 with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
     print("ready", flush=True)
     while True:
@@ -46,6 +46,10 @@ with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
         if address and engine.transfer_sync_write(reader, own, address, nbytes) == 0:
             shared[16:24] = (done + 1).to_bytes(8, "little")
 """
+
+
+_WRITTEN = b"\xff" * 32
+"""How his writes end."""
 
 
 class Stranger:
@@ -72,10 +76,14 @@ class Stranger:
         self._shared[:16] = struct.pack("<QQ", address, nbytes)
 
     def strike(self, address: int, nbytes: int) -> None:
-        """Have him write there at least once, as a whole."""
+        """Have him write there, in this process's memory, at least once as a whole."""
         self.aim(address, nbytes)
-        before = self.written
-        until(lambda: self.written >= before + 2, "the stranger writes", 60)
+        end = (
+            address + nbytes - len(_WRITTEN)
+        )  # his client counts what it has sent, not what has come
+        until(
+            lambda: ctypes.string_at(end, len(_WRITTEN)) == _WRITTEN, "what the stranger writes", 60
+        )
         self.aim(0, 0)
 
 
@@ -152,13 +160,19 @@ def scene(folder: Path) -> dict[str, list[str]]:
     stranger = Stranger(f"127.0.0.1:{port}", folder)
     landing = store._client = Landing(store._client, stranger)
     try:
+        # First what needs memory in which nothing lands that was sent earlier.
+        landing.struck = False
         found = {
-            "struck": [read(store, sealed, contents) for _ in range(ROUNDS)],
-            "plain": [read(store, plain, contents)],
+            "left alone": [read(store, sealed, contents)],
             "in place": [opened_in_place(store, sealed, contents, stranger)],
         }
+        landing.struck = True
+        found |= {
+            "struck": [read(store, sealed, contents) for _ in range(ROUNDS)],
+            "plain": [read(store, plain, contents)],
+        }
         landing.struck = False
-        found["left alone"] = [read(store, sealed, contents)]
+        read(store, sealed, contents)  # it says where it lands
         stranger.aim(*landing.at)  # he writes without end while it reads
         already = stranger.written
         found["meanwhile"] = []

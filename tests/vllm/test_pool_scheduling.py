@@ -433,6 +433,28 @@ def test_where_a_window_slides_the_first_chunks_are_loaded_again() -> None:
     of.assert_nothing_held()
 
 
+def test_a_prompt_whose_chunks_lack_their_windows_is_soon_computed() -> None:
+    """Answers have no windows but the last one. Each load ends at a chunk before which another window is missing."""
+    of = SteppedEngine(
+        specs=(window(64), full()), budget=CHUNK_TOKENS, audit="off", pool={"memory": "64MiB"}
+    )
+    of.step(WorkerActivity(models={0: MODEL}))
+    stored(of, 6)
+    add(of, "a", 6 * CHUNK_TOKENS + 50, max_tokens=2)
+    of.step()
+    for number in (5, 4, 3):
+        cut = Cut(number * CHUNK_TOKENS, Cause.POOL, Miss.UNLIKE)
+        of.step(
+            WorkerActivity(causes={"a": Cause.POOL}, cuts={"a": cut}),
+            finished_recving={"a"},
+            failed_recving={"a"},
+        )
+        of.step()
+    assert [fill.stop_token // CHUNK_TOKENS for fill in fills(of)] == [6, 5, 4]
+    run(of)
+    of.assert_nothing_held()
+
+
 def test_where_vllm_wants_fewer_tokens_than_it_was_told_the_first_ones_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

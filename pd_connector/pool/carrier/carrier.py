@@ -12,6 +12,7 @@ Each has a far client of its own, so a look-up does not wait for a chunk on its 
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -39,6 +40,9 @@ logger = logging.getLogger("pd_connector.pool.carrier")
 
 _FOLLOWS_S = 0.2
 """How often the journal is read, in seconds."""
+_UNFINISHED_S = 35.0
+"""Mooncake takes an object whose put was interrupted, and keeps nothing, for 30 s after its client has died. So this long
+after a client was opened all chunks are looked for once more, in seconds."""
 _MARKS_S = 2.0
 """How often the far store's mark is read, in seconds: a new one means that it has lost what it had."""
 _PAUSE_S = 60.0
@@ -114,6 +118,7 @@ class Carrier:
         self._after = self._opened = (
             0  # the journal's page that comes next, and far clients opened so far
         )
+        self._again_s = math.inf  # when the journal is read again
         self._markers = Markers(seal, store.id, self._puts)
         self._ends, self._moves = threading.Event(), threading.Event()
         self._threads = [
@@ -271,8 +276,12 @@ class Carrier:
         """One turn: read new events of the journal, and put waiting chunks."""
         if self._ends.wait(_FOLLOWS_S):
             return
+        now_s = time.monotonic()
         if (count := sum(client.opened for client in self._clients)) > self._opened:
-            self._opened = count
+            self._opened, self._again_s = count, now_s + _UNFINISHED_S
+            self._begin_again()
+        elif now_s >= self._again_s:
+            self._again_s = math.inf
             self._begin_again()
         self._look_for_losses(time.monotonic())
         if self._puts.is_ready:  # else too many would wait; all is read again when it opens

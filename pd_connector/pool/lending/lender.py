@@ -156,6 +156,7 @@ class Lender:
         Raises SilentMasterError."""
         began_s = changed_s = time.monotonic()
         until_s = began_s + within_s - _LEFT_S
+        self._answered(self._master.segments, until_s)  # a job must not be begun twice
         number = self._master.start_drain([piece.name for piece in pieces])
         last: DrainJob | None = None
         while True:
@@ -194,7 +195,8 @@ class Lender:
             for each in segments
             if each.segment_name not in names and each.status == "OK"
         }
-        left = list(self._only_in(client, own))
+        keys = self._answered(self._master.keys, until_s - _LEFT_S)
+        left = list(self._only_in(client, own, keys, until_s))
         waiting, tasks = dict(left), dict[str, Any]()
         problem = ""
         while waiting or tasks:
@@ -215,20 +217,19 @@ class Lender:
                 tasks[key] = task
             time.sleep(_LOOKS_S)
             tasks = {key: task for key, task in tasks.items() if not _is_over(client, task)}
-        lost = len(list(self._only_in(client, own, [key for key, _ in left])))
+        lost = len(list(self._only_in(client, own, [key for key, _ in left], until_s)))
         return len(left) - lost, lost, problem if lost else ""
 
     def _only_in(
-        self, client: Any, own: set[str], keys: Sequence[str] | None = None
+        self, client: Any, own: set[str], keys: Sequence[str], until_s: float
     ) -> Iterator[tuple[str, int]]:
         """Keys and bytes of objects of which no other node has a copy. Raises SilentMasterError."""
-        keys = self._master.keys() if keys is None else keys
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             batch = [key for key in keys[start : start + _KEYS_AT_ONCE] if key]
             copies_of = dict(client.batch_get_replica_desc(batch))
             if missing := [key for key in batch if key not in copies_of]:
                 # Gone, or the master stood still: its client says the same. The HTTP server does not.
-                self._master.segments()
+                self._answered(self._master.segments, until_s)
                 copies_of.update(client.batch_get_replica_desc(missing))
             for key, copies in copies_of.items():
                 places = whole_in_memory(copies)

@@ -15,6 +15,9 @@ from pd_connector.vllm.pool.audit import PoolAudit
 from pd_connector.vllm.pool.lookups import PoolLookups
 from pd_connector.vllm.pool.prompt import Loading, PoolPrompt
 
+_MOST_SHORTENED = 2
+"""A load is tried again with fewer chunks so many times. Chunks of answers can lack their windows, one after another."""
+
 
 class PoolLoads:
     """Used by the scheduler's thread only.
@@ -105,8 +108,9 @@ class PoolLoads:
             self._audit.refuse(loading.keys[bad : bad + 1])
         if not failed:
             self._count_hits(loading.hits[:bad])
-        elif bad and cut.cause is not Cause.STALLED:
+        elif bad and cut.cause is not Cause.STALLED and prompt.shortened < _MOST_SHORTENED:
             # vLLM asks again. It has kept nothing, because a window slides over this cache.
+            prompt.shortened += 1
             prompt.look, prompt.pays = loading.look, prompt.kept
 
     def failed(self, prompt: PoolPrompt, cause: Cause) -> None:

@@ -107,6 +107,7 @@ class PoolPrompt:
     loads: range = range(0)  # tokens that can be loaded, by our answer to vLLM
     loading: "Loading | None" = None
     failed: "Loading | None" = None  # its failed load, until the cause is reported
+    shortened: int = 0  # loads that were tried again with fewer chunks
     audited: range = range(
         0
     )  # tokens that will be compared with the pool once they are computed here

@@ -230,6 +230,20 @@ class Unkept(dict[str, bytes]):
     def __setitem__(self, name: str, data: bytes) -> None: ...
 
 
+def test_chunks_that_were_taken_and_not_kept_are_put_again(
+    store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = far.objects
+    monkeypatch.setattr(carrier_module, "_UNFINISHED_S", 0.3)
+    far.objects = Unkept()
+    far.opened += 1
+    assert save(store, chain("prompt", 3)) == 3
+    done(carrier, "put", 3)
+    far.objects = kept
+    far.opened += 1  # its client has died in mid-put, and is opened: the same again
+    until(lambda: far.chunks == 3, "the chunks again, though nothing new is saved or opened")
+
+
 def test_the_loss_of_one_node_among_many_is_noticed(far: Far) -> None:
     """Each of 16 nodes has a sixteenth of the objects."""
     client: Any = far

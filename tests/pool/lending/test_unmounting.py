@@ -30,6 +30,9 @@ class SilentMaster:
 
     def check(self) -> None: ...
 
+    def segments(self) -> list[Any]:
+        return []
+
     def start_drain(self, names: list[str]) -> str:
         raise SilentMasterError("it does not answer")
 
@@ -100,6 +103,12 @@ def test_a_master_that_stands_still_for_a_moment_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = [LateMasterError("late"), LateMasterError("late"), None]
+    late = [LateMasterError("late")]
+
+    def segments(*_: Any) -> Any:
+        if late:
+            raise late.pop()
+        return []
 
     def drain(*_: Any) -> Any:
         if answers and (error := answers.pop(0)):
@@ -108,6 +117,7 @@ def test_a_master_that_stands_still_for_a_moment_is_asked_again(
             is_over=True, status_name="SUCCEEDED", succeeded_units=5, active_units=0, message=""
         )
 
+    monkeypatch.setattr(SilentMaster, "segments", segments)
     monkeypatch.setattr(SilentMaster, "start_drain", lambda *_: "1")
     monkeypatch.setattr(SilentMaster, "drain", drain, raising=False)
     lender = Lender(urlsplit(FAR), PIECE, 1.0)

@@ -136,6 +136,9 @@ def pool(
         if far:
             noise = Noise([])
             rows_far = far_store.chosen(far, far_engines.ROWS)
+            for name in rows_far:  # before one takes minutes
+                if name in far_engines.ROWS:
+                    far_engines.check_possible(name)
             if own := [name for name in rows_far if name in far_store.ROWS]:
                 tables += far_store.measure(own, objects, runs, warm_ups, say)
             for name in rows_far:

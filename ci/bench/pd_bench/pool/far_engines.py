@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -177,16 +178,24 @@ class _Site:
         until(host.has_put_all, _PUTS_S, problem)
 
 
+def check_possible(row: str) -> None:
+    """Raises BenchError that names what the row needs and this machine lacks."""
+    require(VLLM)
+    if row != PREFILL:
+        require(("mooncake", "pip install mooncake-transfer-engine-non-cuda, and libibverbs1"))
+    if row in (PREFILL, STOPPED):
+        require(("redis", "pip install redis"))
+        if not shutil.which("redis-server"):
+            raise BenchError("no redis-server: install it (Debian: apt install redis-server)")
+    if reason := available():
+        raise BenchError(
+            f"no network namespaces here ({reason}): run --far {row} as root with iproute2 installed, or name other rows"
+        )
+
+
 @contextlib.contextmanager
 def _running(row: str, kind: str, console: Console) -> Iterator[_Site]:
     """Engines of a row. At the end no process, namespace or chunk is left."""
-    require(VLLM)
-    if kind == MOONCAKE or row in (LINK, LINK_INT8, STOPPED):
-        require(("mooncake", "pip install mooncake-transfer-engine-non-cuda, and libibverbs1"))
-    if reason := available():
-        raise BenchError(
-            f"no network namespaces here ({reason}): run --far {row} as root with iproute2 installed"
-        )
     with ExitStack() as stack:
         sides = stack.enter_context(Bed(LINK_MBIT)).namespaces
         shm = stack.enter_context(own_folder())
@@ -318,6 +327,7 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table
     for kind, target in ((REDIS, "redis"), (MOONCAKE, "master"), (MOONCAKE, "node-a")):
         site.serve(kind, site.logs)
         alone, far = site.hosts
+        _empty(far)  # it has computed the prompts of the turn before
         site.carry(far)
         stored = [prompts.make(tokens) for _ in range(_STOPPED_REQUESTS)]
         for prompt in stored:
