@@ -16,7 +16,7 @@ from pd_connector.vllm.pool.lookups import PoolLookups
 from pd_connector.vllm.pool.prompt import Loading, PoolPrompt
 
 _MOST_SHORTENED = 2
-"""A load is tried again with fewer chunks so many times. Chunks of answers can lack their windows, one after another."""
+"""Times that a load is tried again with fewer chunks: chunks of answers can lack their windows, one after another."""
 
 
 class PoolLoads:
