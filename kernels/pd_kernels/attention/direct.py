@@ -13,15 +13,12 @@ plan, nested batches, calls with a list of tiles, and calls of the Gluon kernel.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from triton.runtime import driver
 
 from pd_kernels.tuning import tuning
-
-if TYPE_CHECKING:
-    from pd_kernels.attention.decode_plan import DecodePlan
 
 Key = tuple[Any, ...]
 
@@ -87,8 +84,18 @@ class DirectLaunch:
                 self.run(*arguments)
 
 
+class Planned(Protocol):
+    """A plan (`DecodePlan`), as far as launches need it."""
+
+    @property
+    def launches(self) -> dict[Key, DirectLaunch]: ...
+
+    @property
+    def mask(self) -> object: ...
+
+
 def direct_key(
-    plan: "DecodePlan | None",
+    plan: Planned | None,
     tensors: Sequence[torch.Tensor],
     out: torch.Tensor | None,
     *others: bool | int,
@@ -116,12 +123,12 @@ def direct_key(
     return tuple(key)
 
 
-def known_launch(plan: "DecodePlan | None", key: Key | None) -> DirectLaunch | None:
+def known_launch(plan: Planned | None, key: Key | None) -> DirectLaunch | None:
     """The launch that an earlier call with this plan and key left."""
     return None if plan is None or key is None else plan.launches.get(key)
 
 
-def keep(plan: "DecodePlan | None", key: Key | None, made: DirectLaunch | None) -> None:
+def keep(plan: Planned | None, key: Key | None, made: DirectLaunch | None) -> None:
     """Keep a call's launch for later calls with the same plan and key."""
     if plan is None or key is None or made is None:
         return

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from pd_kernels.vllm.plugin import MLA_MEMBERS
+from pd_kernels.vllm.mla_members import MLA_MEMBERS
 
 logger = init_logger("vllm.pd_kernels")
 

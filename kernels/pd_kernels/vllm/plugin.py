@@ -4,17 +4,10 @@ processes."""
 
 import os
 
+from pd_kernels.vllm.mla_members import MLA_MEMBERS
+
 MLA_VARIABLE = "PD_KERNELS_MLA"
 """Environment variable that names the MLA backend of vLLM that our backend replaces."""
-
-MLA_MEMBERS = {
-    "CPU_MLA": "pd_kernels.vllm.mla_cpu.CpuMla",
-    "TRITON_MLA": "pd_kernels.vllm.mla_cuda.TritonMla",
-    "FLASHMLA": "pd_kernels.vllm.mla_cuda.FlashMla",
-    "FLASH_ATTN_MLA": "pd_kernels.vllm.mla_cuda.FlashAttnMla",
-    "FLASHMLA_SPARSE": "pd_kernels.vllm.mla_sparse.FlashMlaSparse",
-    "FLASH_ATTN_MLA_SPARSE": "pd_kernels.vllm.mla_sparse.FlashAttnMlaSparse",
-}
 
 
 def register() -> None:
