@@ -84,6 +84,8 @@ VARIABLES = {
                 "SGLANG_CPU_OMP_THREADS_BIND",
                 "SGLANG_DISABLED_MODEL_ARCHS",
                 "SGLANG_MAMBA_CONV_DTYPE",
+                # A test that builds a model sets it.
+                "TORCHINDUCTOR_CACHE_DIR",
             }
         ),
     ),

@@ -61,7 +61,7 @@ def pool(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Hit rates of this trace (Mooncake's JSON lines), with four processes that save."
+            help="Hit rates of this trace (Mooncake's JSON lines), with four processes that save. With --far hits: the trace that four hosts play."
         ),
     ] = None,
     disk: Annotated[
@@ -73,7 +73,7 @@ def pool(
     far: Annotated[
         str,
         typer.Option(
-            help=f"The pool across hosts, with stores of its own: all, or some of {', '.join((*far_store.ROWS, *far_engines.ROWS))} with commas. The last four start engines on two hosts (namespaces, as root)."
+            help=f"The pool across hosts, with stores of its own: all, or some of {', '.join((*far_store.ROWS, *far_engines.ROWS, far_store.HITS))} with commas. {far_engines.ROWS[0]} to {far_engines.ROWS[-1]} start engines on two hosts (namespaces, as root)."
         ),
     ] = "",
     peer_env: Annotated[Path, typer.Option(help="Virtual environment that has Mooncake.")] = Path(
@@ -123,7 +123,7 @@ def pool(
             noise = Noise([])
             tables.append(("limit", lookups.measure(chunks, runs, warm_ups, say)))
             others_cores = max(others_cores, noise.cores())
-        if trace:
+        if trace and not far:
             noise = Noise([])
             tables.append(("exact LRU", hit_rates.measure(trace, say)))
             others_cores = max(others_cores, noise.cores())
@@ -139,8 +139,8 @@ def pool(
             for name in rows_far:  # before one takes minutes
                 if name in far_engines.ROWS:
                     far_engines.check_possible(name)
-            if own := [name for name in rows_far if name in far_store.ROWS]:
-                tables += far_store.measure(own, objects, runs, warm_ups, say)
+            if own := [name for name in rows_far if name not in far_engines.ROWS]:
+                tables += far_store.measure(own, objects, runs, warm_ups, say, trace)
             for name in rows_far:
                 if name in far_engines.ROWS:
                     tables += far_engines.measure(name, prompt_tokens, runs, warm_ups, stderr, say)

@@ -41,6 +41,8 @@ HEAD_BYTES = 4096
 BARS = {"put": 2.0, "get": 1.5, "verified": 3.0, "once": 4.1, "silent": 1.0}
 ROWS = ("cpu", "bytes", "once", "silent")
 """What can be measured, each alone."""
+HITS = "hits"
+"""A row that plays a trace: it is measured only if one is named."""
 _HOSTS, _REQUESTS, _PREFIX_CHUNKS = 4, 64, 8
 _LONGEST_WAIT_S = 0.25
 _STARTS_S = 60.0
@@ -173,16 +175,20 @@ def chosen(text: str, more: Sequence[str]) -> list[str]:
     """
     names = [*ROWS, *more]
     rows = names if text == "all" else text.split(",")
+    names.append(HITS)
     if unknown := [row for row in rows if row not in names]:
         raise BenchError(f"--far {unknown[0]}: must be all, or some of {', '.join(names)}")
     return rows
 
 
-def measure(rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Say) -> list[Table]:
+def measure(
+    rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Say, trace: Path | None = None
+) -> list[Table]:
     """Measure these rows.
 
     Args:
         objects: of one run.
+        trace: for the row `hits`.
 
     Raises:
         BenchError: a chunk did not come, or is wrong.
@@ -218,6 +224,13 @@ def measure(rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Sa
             tables.append(("one host", [_once(server, list(hosts(_HOSTS + 2, 1 << 30)), say)]))
         if "silent" in rows:
             tables.append(("limit", [_silent(server, list(hosts(2, 1 << 30)), say)]))
+        if HITS in rows:
+            from pd_bench.pool import far_hits
+
+            if trace is None:
+                raise BenchError("--far hits: needs --trace FILE, Mooncake's JSON lines")
+            four = list(hosts(far_hits.HOSTS, far_hits.own_bytes()))
+            tables.append(("exact LRU", [far_hits.measure(trace, server, four, say)]))
     return tables
 
 
