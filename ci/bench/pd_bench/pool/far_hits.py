@@ -24,8 +24,8 @@ SHARE = 0.3
 """Room of the far store, as a share of all blocks of these requests."""
 ALLOWED_POINTS = 5.0
 """How far the hit rate may lie below that of an exact LRU, in percent of all blocks: Redis samples what it evicts."""
-OWN_BLOCKS = 64
-"""Room of a host's own pool: it passes chunks on, and answers few look-ups itself."""
+OWN_BLOCKS = 256
+"""Room of a host's own pool: for a few prompts until they are put. It answers few look-ups itself."""
 _BLOCK_BYTES = 16 << 10
 _WEIGHED = 256
 _WAITS_S = 60.0
