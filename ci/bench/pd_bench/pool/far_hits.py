@@ -50,7 +50,7 @@ def measure(path: Path, server: Server, hosts: Sequence[Host], say: Any) -> Comp
     found = brought = 0
     for number, prompt in enumerate(prompts):
         time.sleep(max(0.0, began_s + number * LASTS_S / len(prompts) - time.monotonic()))
-        hits, came = _asked(hosts[number % len(hosts)], prompt)
+        hits, came = _played(hosts[number % len(hosts)], prompt)
         found, brought = found + hits, brought + came
     total = sum(map(len, prompts))
     ours, best = 100 * found / total, exact(prompts, room)
@@ -90,7 +90,7 @@ def _wait_for(host: Host, before: int) -> None:
         time.sleep(0.002)
 
 
-def _asked(host: Host, prompt: Prompt) -> tuple[int, int]:
+def _played(host: Host, prompt: Prompt) -> tuple[int, int]:
     """Play one request. Returns the blocks that were found in a row, and how many of them came from the far store."""
     keys = [b"%032d" % block for block in prompt]
     hits = came = 0
