@@ -47,13 +47,13 @@ def measure(path: Path, server: Server, hosts: Sequence[Host], say: Any) -> Comp
     room = int(SHARE * blocks)
     _limit(server, hosts[0], room)
     began_s = time.monotonic()
-    found = brought = 0
+    cached = brought = 0
     for number, prompt in enumerate(prompts):
         time.sleep(max(0.0, began_s + number * LASTS_S / len(prompts) - time.monotonic()))
         hits, came = _played(hosts[number % len(hosts)], prompt)
-        found, brought = found + hits, brought + came
+        cached, brought = cached + hits, brought + came
     total = sum(map(len, prompts))
-    ours, best = 100 * found / total, exact(prompts, room)
+    ours, best = 100 * cached / total, exact(prompts, room)
     evicted = int(server.client.info("stats")["evicted_keys"])
     say(
         f"{len(prompts):,} requests of {total:,} blocks in {time.monotonic() - began_s:.0f} s: {ours:.2f} % found, an exact LRU "
