@@ -425,7 +425,7 @@ class PoolLinker(UnifiedCacheLinker):
         numbers = range(node.before // CHUNK_TOKENS, len(node.slots) // CHUNK_TOKENS)
         if not numbers:
             return []
-        tables = self._tables(offload, node)
+        tables = self._tables(offload, node)  # on all ranks: it locks a node
         apart = rank.apart(req) if rank.takes(req) else None
         if not model or apart is None:
             offload.stored = False

@@ -411,15 +411,21 @@ def test_an_unlike_writer_behind_good_chunks_is_compared_from_its_chunk_on() -> 
     assert (compared.first_token, compared.stop_token) == (CHUNK_TOKENS, 3 * CHUNK_TOKENS)
 
 
-def test_where_a_window_slides_the_first_chunks_are_loaded_again() -> None:
-    """vLLM keeps nothing of such a load: pages before the window of its end were never filled."""
+def loading_with_windows(chunks: int) -> SteppedEngine:
+    """An engine with a sliding window that loads all chunks of its request `a`."""
     of = SteppedEngine(
         specs=(window(64), full()), budget=CHUNK_TOKENS, audit="off", pool={"memory": "64MiB"}
     )
     of.step(WorkerActivity(models={0: MODEL}))
-    stored(of, 3)
-    add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
+    stored(of, chunks)
+    add(of, "a", chunks * CHUNK_TOKENS + 50, max_tokens=2)
     of.step()
+    return of
+
+
+def test_where_a_window_slides_the_first_chunks_are_loaded_again() -> None:
+    """vLLM keeps nothing of such a load: pages before the window of its end were never filled."""
+    of = loading_with_windows(3)
     cut = Cut(CHUNK_TOKENS, Cause.POOL, Miss.EVICTED)
     of.step(
         WorkerActivity(causes={"a": Cause.POOL}, cuts={"a": cut}),
@@ -435,13 +441,7 @@ def test_where_a_window_slides_the_first_chunks_are_loaded_again() -> None:
 
 def test_a_prompt_whose_chunks_lack_their_windows_is_soon_computed() -> None:
     """Answers have no windows but the last one. Each load ends at a chunk before which another window is missing."""
-    of = SteppedEngine(
-        specs=(window(64), full()), budget=CHUNK_TOKENS, audit="off", pool={"memory": "64MiB"}
-    )
-    of.step(WorkerActivity(models={0: MODEL}))
-    stored(of, 6)
-    add(of, "a", 6 * CHUNK_TOKENS + 50, max_tokens=2)
-    of.step()
+    of = loading_with_windows(6)
     for number in (5, 4, 3):
         cut = Cut(number * CHUNK_TOKENS, Cause.POOL, Miss.UNLIKE)
         of.step(

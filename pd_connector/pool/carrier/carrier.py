@@ -283,7 +283,7 @@ class Carrier:
         elif now_s >= self._again_s:
             self._again_s = math.inf
             self._begin_again()
-        self._look_for_losses(time.monotonic())
+        self._look_for_losses(now_s)
         if self._puts.is_ready:  # else too many would wait; all is read again when it opens
             with contextlib.suppress(PoolError):
                 self._read_journal()
@@ -401,8 +401,8 @@ class Carrier:
         """Put those of these chunks that the far store lacks. Raises SilentError if it does not answer; the chunks keep
         waiting then."""
         too_large = [chunk for chunk in chunks if self._is_too_large(chunk)]
-        chunks = [chunk for chunk in chunks if chunk not in too_large]
         self._tried(too_large)
+        chunks = [chunk for chunk in chunks if not self._is_too_large(chunk)]
         there = self._look(self._puts, [chunk.key for chunk in chunks])
         start = 0
         while start < len(chunks):

@@ -136,14 +136,13 @@ def pool(
         if far:
             noise = Noise([])
             rows_far = far_store.chosen(far, far_engines.ROWS)
-            for name in rows_far:  # before one takes minutes
-                if name in far_engines.ROWS:
-                    far_engines.check_possible(name)
-            if own := [name for name in rows_far if name not in far_engines.ROWS]:
+            with_engines = [name for name in rows_far if name in far_engines.ROWS]
+            for name in with_engines:  # before one takes minutes
+                far_engines.check_possible(name)
+            if own := [name for name in rows_far if name not in with_engines]:
                 tables += far_store.measure(own, objects, runs, warm_ups, say, trace)
-            for name in rows_far:
-                if name in far_engines.ROWS:
-                    tables += far_engines.measure(name, prompt_tokens, runs, warm_ups, stderr, say)
+            for name in with_engines:
+                tables += far_engines.measure(name, prompt_tokens, runs, warm_ups, stderr, say)
             others_cores = max(others_cores, noise.cores())
         if slow:
             with slow_stores.running(stderr) as with_faults:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pd_bench.pool.far import Host, Server
-from pd_bench.pool.trace import Prompt, exact, read_prompts
+from pd_bench.pool.trace import Prompt, exact, missing, read_prompts
 from pd_bench.report import BenchError, Comparison
 from pd_bench.sample import single
 from pd_connector.errors import PoolError
@@ -98,15 +97,14 @@ def _played(host: Host, prompt: Prompt) -> tuple[int, int]:
         if place is None:
             break
         if place.tier == FAR:
-            with contextlib.suppress(PoolError):
+            try:
                 if host.store.bring(key) is None:
                     break
-                came += 1
-                hits += 1
-                continue
-            break
+            except PoolError:
+                break
+            came += 1
         hits += 1
-    for parent, key in list(zip([b"", *keys], keys, strict=False))[hits:]:
+    for parent, key in missing(keys, hits):
         _save(host, key, parent)
     return hits, came
 

@@ -151,7 +151,7 @@ def _work(
                 break
             keys = [b"%032d" % block for block in prompts[number]]
             stored = sum(place is not None for place in store.find(keys))
-            kept = [_save(store, key, parent) for parent, key in _missing(keys, stored)]
+            kept = [_save(store, key, parent) for parent, key in missing(keys, stored)]
             tally = Tally(
                 tally.hits + stored,
                 tally.saved + sum(kept),
@@ -160,7 +160,8 @@ def _work(
     results.put(tally)
 
 
-def _missing(keys: Sequence[bytes], stored: int) -> list[tuple[bytes, bytes]]:
+def missing(keys: Sequence[bytes], stored: int) -> list[tuple[bytes, bytes]]:
+    """Parent and key of each block behind those that are stored."""
     return list(zip([b"", *keys], keys, strict=False))[stored:]
 
 
