@@ -4,7 +4,7 @@
 The hash of all bytes is computed on the device that holds them. Each 64-bit word is mixed with its place, by
 multiplications and shifts as in SplitMix64. The mixed words are added. Two rounds with different constants give
 128 bits. Sums do not depend on the order of the additions, so a CPU and a GPU find the same hash for the same bytes.
-The hash tells weights apart that differ by chance; it is no defence against a constructed collision.
+The hash tells weights apart that differ by chance; a collision can be constructed.
 
 Source of the mixing: https://prng.di.unimi.it/splitmix64.c
 """
