@@ -273,8 +273,8 @@ class Carrier:
             for (place, name), size in zip(batch, sizes, strict=True):
                 if 0 < size <= self._most_bytes and stored[place] is None:
                     stored[place] = Stored(name, size)
-        for key, each, known in zip(keys, stored, before, strict=True):
-            if each is not None or self._there.get(key) is known:  # else it was put meanwhile
+        for key, each, earlier in zip(keys, stored, before, strict=True):
+            if each is not None or self._there.get(key) is earlier:  # else it was put meanwhile
                 self._know(key, each)
         return stored
 
