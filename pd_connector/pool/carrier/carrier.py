@@ -338,7 +338,8 @@ class Carrier:
                 self._refused.pop(event.key, None)
                 if not event.tier:
                     self._waiting.pop(event.key, None)
-                    self._offered_again.pop(event.key, None)
+                    if self._offered_again.pop(event.key, None):
+                        self._counts["not_put"] += 1
                     self._unmade.pop(event.key, None)
                     self._unfit.pop(event.key, None)
                 elif event.key not in self._there:

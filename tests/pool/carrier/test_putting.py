@@ -261,6 +261,19 @@ def test_chunks_that_were_not_taken_are_offered_again_though_nothing_new_is_save
     assert not carrier._offered_again
 
 
+def test_a_refused_chunk_that_leaves_its_host_is_given_up(
+    store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrier_module, "_OFFERED_AGAIN_S", (3600.0,))
+    far.refuses = lambda name: True
+    keys = chain("prompt", 2)
+    assert save(store, keys) == 2
+    until(lambda: len(carrier._offered_again) == 2, "both are refused")
+    store.remove(keys)
+    done(carrier, "not_put", 2)
+    assert not carrier._offered_again
+
+
 def test_a_look_up_that_began_before_a_put_does_not_hide_it(
     store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
