@@ -12,7 +12,6 @@ Each has a far client of its own, so a look-up does not wait for a chunk on its 
 
 import contextlib
 import logging
-import math
 import secrets
 import threading
 import time
@@ -40,9 +39,11 @@ logger = logging.getLogger("pd_connector.pool.carrier")
 
 _FOLLOWS_S = 0.2
 """How often the journal is read, in seconds."""
-_UNFINISHED_S = 35.0
-"""Mooncake takes an object whose put was interrupted, and keeps nothing, for 30 s after its client has died. So this long
-after a client was opened all chunks are looked for once more, in seconds."""
+_OFFERED_AGAIN_S = (1.0, 35.0)
+"""How long after the far store has not taken a chunk it is offered again, in seconds. Mooncake refuses while it evicts, and
+keeps nothing for 30 s if a client of any host has died in mid-put of the same object."""
+_MOST_OFFERED_AGAIN = 1024
+"""Chunks that will be offered again. Others are given up."""
 _MARKS_S = 2.0
 """How often the far store's mark is read, in seconds: a new one means that it has lost what it had."""
 _PAUSE_S = 60.0
@@ -110,15 +111,16 @@ class Carrier:
         self._counts: Counter[str] = Counter()
         self._there: OrderedDict[bytes, Stored] = OrderedDict()
         self._refused: OrderedDict[bytes, None] = OrderedDict()  # and too large, or damaged
-        self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._waiting: OrderedDict[bytes, int] = OrderedDict()  # how often each was refused
+        # used by the putting thread only, like the next two: when to offer a chunk again, and how often it was refused
+        self._offered_again: dict[bytes, tuple[float, int]] = {}
         self._unmade: dict[bytes, float] = {}  # given up at this time
-        self._unfit: OrderedDict[bytes, Unfit] = OrderedDict()  # used by the putting thread only
+        self._unfit: OrderedDict[bytes, Unfit] = OrderedDict()
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
         self._queued: list[bytes] = []
         self._after = self._opened = (
             0  # the journal's page that comes next, and far clients opened so far
         )
-        self._again_s = math.inf  # when the journal is read again
         self._markers = Markers(seal, store.id, self._puts)
         self._ends, self._moves = threading.Event(), threading.Event()
         self._threads = [
@@ -137,6 +139,9 @@ class Carrier:
 
         try:
             sizes = gallop(len(keys), sizes_of)
+            with self._lock:  # not all of these were asked for: an engine saves them, and they are looked for then
+                for key in keys[len(sizes) :]:
+                    self._there.pop(key, None)
             self.journal.note(keys[: len(sizes)], there=True)
             self._count("finds_found" if sizes else "finds_none")
             self._count("found", len(sizes))
@@ -260,14 +265,17 @@ class Carrier:
         """Where each chunk is. Raises SilentError."""
         names = [(place, name) for place, key in enumerate(keys) for name in self._seal.names(key)]
         stored: list[Stored | None] = [None] * len(keys)
+        with self._lock:
+            before = [self._there.get(key) for key in keys]
         for start in range(0, len(names), MOST_NAMES):
             batch = names[start : start + MOST_NAMES]
             sizes = client.has([name for _, name in batch])
             for (place, name), size in zip(batch, sizes, strict=True):
                 if 0 < size <= self._most_bytes and stored[place] is None:
                     stored[place] = Stored(name, size)
-        for key, each in zip(keys, stored, strict=True):
-            self._know(key, each)
+        for key, each, earlier in zip(keys, stored, before, strict=True):
+            if each is not None or self._there.get(key) is earlier:  # else it was put meanwhile
+                self._know(key, each)
         return stored
 
     # Putting
@@ -278,16 +286,14 @@ class Carrier:
             return
         now_s = time.monotonic()
         if (count := sum(client.opened for client in self._clients)) > self._opened:
-            self._opened, self._again_s = count, now_s + _UNFINISHED_S
-            self._begin_again()
-        elif now_s >= self._again_s:
-            self._again_s = math.inf
+            self._opened = count
             self._begin_again()
         self._look_for_losses(now_s)
         if self._puts.is_ready:  # else too many would wait; all is read again when it opens
             with contextlib.suppress(PoolError):
                 self._read_journal()
         self._look_again(time.monotonic())
+        self._offer_again(time.monotonic())
         while self._waiting and not self._ends.is_set() and self._puts.is_ready:
             chunks = self._next()
             try:
@@ -332,10 +338,12 @@ class Carrier:
                 self._refused.pop(event.key, None)
                 if not event.tier:
                     self._waiting.pop(event.key, None)
+                    if self._offered_again.pop(event.key, None):
+                        self._counts["not_put"] += 1
                     self._unmade.pop(event.key, None)
                     self._unfit.pop(event.key, None)
                 elif event.key not in self._there:
-                    self._waiting[event.key] = None
+                    self._waiting.setdefault(event.key, 0)
             while len(self._waiting) > _MOST_WAITING:
                 self._waiting.popitem()
                 self._counts["left_out"] += 1
@@ -354,7 +362,26 @@ class Carrier:
                 del self._unmade[key]
             if is_made:
                 with self._lock:
-                    self._waiting[key] = None
+                    self._waiting.setdefault(key, 0)
+
+    def _offer_again(self, now_s: float) -> None:
+        due = [key for key, (at_s, _) in self._offered_again.items() if now_s >= at_s]
+        with self._lock:
+            for key in due:
+                self._refused.pop(key, None)
+                _, refused = self._offered_again.pop(key)
+                if key not in self._there:
+                    self._waiting[key] = refused
+
+    def _not_taken(self, key: bytes) -> None:
+        """The far store has not taken a chunk: it is offered again, or given up and counted."""
+        with self._lock:
+            before = self._waiting.get(key, 0)
+        if before < len(_OFFERED_AGAIN_S) and len(self._offered_again) < _MOST_OFFERED_AGAIN:
+            at_s = time.monotonic() + _OFFERED_AGAIN_S[before]
+            self._offered_again[key] = (at_s, before + 1)
+        else:
+            self._count("not_put")
 
     def _turn(self) -> None:
         """After an error: another chunk is tried first."""
@@ -409,7 +436,9 @@ class Carrier:
             stop, nbytes = start, 0
             with contextlib.ExitStack() as opened:
                 batch: list[tuple[Chunk, Packed]] = []
-                while stop < len(chunks) and (nbytes < _PUT_BYTES or not batch):
+                while stop < len(chunks) and (
+                    (nbytes < _PUT_BYTES and len(batch) < MOST_NAMES) or not batch
+                ):
                     if there[stop] is None and (packed := self._packed(chunks[stop])):
                         opened.callback(packed.close)
                         batch.append((chunks[stop], packed))
@@ -482,9 +511,16 @@ class Carrier:
         for place, (chunk, _) in enumerate(batch):
             kept = taken[place] and place not in broken
             self._unfit.pop(chunk.key, None)
-            self._count("put" if kept else "put_damaged" if place in broken else "not_put")
-            self._count("put_bytes", sizes[place] if kept else 0)
+            if kept:
+                self._count("put")
+                self._count("put_bytes", sizes[place])
+            elif place in broken:
+                self._count("put_damaged")
+            else:
+                self._not_taken(chunk.key)
             self._know(chunk.key, Stored(names[place], sizes[place]) if kept else None)
+        if broken:  # else it would be found
+            self._puts.remove([names[place] for place in sorted(broken)])
 
     # Bringing
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +27,21 @@ from rich.console import Console
 from pd_bench.handoff.pair import Prompts
 from pd_bench.harness import VLLM, pids_of, require
 from pd_bench.machine import cpu_seconds
-from pd_bench.netns import Bed, Namespace, available
+from pd_bench.netns import Bed, Namespace
 from pd_bench.pool.engines import begun, first_token, until, wait_for_pool
 from pd_bench.pool.folders import own_folder
 from pd_bench.report import BenchError, Comparison
 from pd_bench.sample import Sample, single
-from pd_bench.serve.hosts import MOONCAKE, REDIS, BenchHost, Server, carrier_command, key_file
+from pd_bench.serve.hosts import (
+    MOONCAKE,
+    REDIS,
+    BenchHost,
+    Server,
+    carrier_command,
+    key_file,
+    need_namespaces,
+    need_store,
+)
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.local import LocalStore
@@ -182,15 +190,10 @@ def check_possible(row: str) -> None:
     """Raises BenchError that names what the row needs and this machine lacks."""
     require(VLLM)
     if row != PREFILL:
-        require(("mooncake", "pip install mooncake-transfer-engine-non-cuda, and libibverbs1"))
+        need_store(MOONCAKE)
     if row in (PREFILL, STOPPED):
-        require(("redis", "pip install redis"))
-        if not shutil.which("redis-server"):
-            raise BenchError("no redis-server: install it (Debian: apt install redis-server)")
-    if reason := available():
-        raise BenchError(
-            f"no network namespaces here ({reason}): run --far {row} as root with iproute2 installed, or name other rows"
-        )
+        need_store(REDIS)
+    need_namespaces(f"--far {row}")
 
 
 @contextlib.contextmanager
