@@ -25,8 +25,7 @@ class Objects:
         self, names: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], None]
     ) -> None:
         for place, name in enumerate(names):
-            if self.gives and name in self.objects:
-                take(place, memoryview(self.objects[name]))
+            take(place, memoryview(self.objects.get(name, b"") if self.gives else b""))
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:

@@ -17,9 +17,8 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
@@ -47,8 +46,8 @@ _MARKS_S = 2.0
 """How often the far store's mark is read, in seconds: a new one means that it has lost what it had."""
 _PAUSE_S = 60.0
 """Least time between two losses after which all is put again, in seconds: each costs a look-up of the whole pool."""
-_PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
-"""Bytes in one call, unless a single object has more. Engines wait for the second."""
+_PUT_BYTES = 32 << 20
+"""Bytes that one call puts, unless a single object has more."""
 _MOST_WAITING = 1 << 14
 """Chunks that wait to be put. If there are more, ends of chains are left out."""
 _MADE_WITHIN_S = 30.0
@@ -174,6 +173,8 @@ class Carrier:
 
         def take(_place: int, data: memoryview) -> None:
             nonlocal read
+            if not data:
+                return
             read = True
             try:
                 opened = unpacked(key, self._seal.open(stored.name, data))
@@ -505,14 +506,8 @@ class Carrier:
 
     def _take_asked(self) -> list[bytes]:
         with self._lock:
-            taken, nbytes = 0, 0
-            for key in self._queued[: MOST_NAMES // 2]:
-                match = self._there.get(key)
-                nbytes += match.nbytes if match else _GET_BYTES // 8
-                taken += 1
-                if nbytes >= _GET_BYTES:
-                    break
-            keys, self._queued = self._queued[:taken], self._queued[taken:]
+            most = MOST_NAMES // 2  # a chunk can have two names
+            keys, self._queued = self._queued[:most], self._queued[most:]
         return keys
 
     def _brought(self, key: bytes, cause: str = "", detail: str = "") -> None:
@@ -537,12 +532,16 @@ class Carrier:
         unknown = [key for key in keys if stored[key] is None]
         stored |= zip(unknown, self._look(self._gets, unknown), strict=True) if unknown else ()
         hits = [(key, each) for key in keys if (each := stored[key])]
+        for key in keys:
+            if stored[key] is None:
+                self._gone(key)
         damaged: list[Stored] = []
-        seen = set()
 
-        def take(first: int, place: int, data: memoryview) -> None:
-            key, each = hits[first + place]
-            seen.add(key)
+        def take(place: int, data: memoryview) -> None:
+            key, each = hits[place]
+            if not data:
+                self._gone(key)
+                return
             try:
                 opened = unpacked(key, self._seal.open(each.name, data))
                 self._keep(opened)
@@ -558,16 +557,13 @@ class Carrier:
                 self._count("brought_bytes", len(data))
                 self._brought(key)
 
-        for first, stop in _batches([each.nbytes for _, each in hits]):
-            names = [each.name for _, each in hits[first:stop]]
-            sizes = [each.nbytes for _, each in hits[first:stop]]
-            self._gets.get(names, sizes, partial(take, first))
-        for key in keys:
-            if key not in seen:
-                self._know(key, None)
-                self._brought(key, Miss.EVICTED, "the far store has it no longer")
+        self._gets.get([each.name for _, each in hits], [each.nbytes for _, each in hits], take)
         if damaged:
             self._gets.remove([each.name for each in damaged])
+
+    def _gone(self, key: bytes) -> None:
+        self._know(key, None)
+        self._brought(key, Miss.EVICTED, "the far store has it no longer")
 
     def _keep(self, opened: Opened) -> None:
         """Write a chunk into the pool of this host. Raises PoolError."""
@@ -594,16 +590,3 @@ class Carrier:
                 writing.write(0, data)
                 if not writing.publish():
                     raise PoolError(Miss.REFUSED, "this host's pool was not written")
-
-
-def _batches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Split objects into batches of one call each. A stranger can write large objects, so at most one large object is
-    in memory at a time."""
-    first, nbytes = 0, 0
-    for place, size in enumerate(sizes):
-        if place > first and nbytes + size > _GET_BYTES:
-            yield first, place
-            first, nbytes = place, 0
-        nbytes += size
-    if first < len(sizes):
-        yield first, len(sizes)
