@@ -42,3 +42,26 @@ class Objects:
             if taken[-1] and (self.overwrites or name not in self.objects):
                 self.objects[name] = bytes(room)
         return taken
+
+
+class Far(Objects):
+    """All three clients of a carrier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
+        self.opened, self.since_s = 1, 0.0
+        self.errors = self.looked = 0
+        self.asked: set[str] = set()
+
+    @property
+    def chunks(self) -> int:
+        """Objects that are chunks, not markers."""
+        return sum(len(data) > 1000 for data in list(self.objects.values()))
+
+    def has(self, names: Sequence[str]) -> list[int]:
+        self.looked += 1
+        self.asked.update(names)
+        return super().has(names)
+
+    def close(self) -> None: ...

@@ -15,6 +15,7 @@ from support.waits import until
 
 from pd_connector.pool.carrier import child as child_module
 from pd_connector.pool.carrier import client as client_module
+from pd_connector.pool.carrier import deadlines
 from pd_connector.pool.carrier.child import serve
 from pd_connector.pool.carrier.client import FarClient, SilentError
 from pd_connector.pool.carrier.deadlines import Deadlines
@@ -248,3 +249,20 @@ def test_the_end_of_a_client_with_two_calls_under_way(client: FarClient, store: 
     store.gates.pop("b").set()
     closes.join(WAIT_S)
     assert not closes.is_alive()
+
+
+def test_a_store_that_has_shown_its_speed_is_given_up_sooner(
+    client: FarClient, store: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "_MEASURED_BYTES", SIZE)
+    monkeypatch.setattr(deadlines, "CAUTIOUS_BYTES_S", 1.0)
+    client._deadlines = Deadlines(1e-3)
+    assert client._deadlines.of(SIZE) > SIZE
+    read(client, Taken())
+    given_s = client._deadlines.of(SIZE)
+    assert given_s < WAIT_S, "else the next line would wait for 1,000 s"
+    store.gates["a"] = threading.Event()
+    with pytest.raises(SilentError, match=f"has not answered for {given_s:.2f} s"):
+        read(client, Taken())
+    store.gates.pop("a").set()
+    assert client._deadlines.of(SIZE) >= given_s

@@ -2,12 +2,12 @@
 """What a carrier puts into a far store that does not take everything, or loses what it had."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from chunks import chain, save
-from support.far_objects import Objects
+from support.far_objects import Far
 from support.pool_stores import patient, store
 from support.waits import until
 
@@ -21,29 +21,6 @@ from pd_connector.pool.store.local import LocalStore
 __all__ = ["patient", "store"]
 
 MOST_BYTES = 50_000
-
-
-class Far(Objects):
-    """All three clients of a carrier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
-        self.opened, self.since_s = 1, 0.0
-        self.errors = self.looked = 0
-        self.asked: set[str] = set()
-
-    @property
-    def chunks(self) -> int:
-        """Objects that are chunks, not markers."""
-        return sum(len(data) > 1000 for data in list(self.objects.values()))
-
-    def has(self, names: Sequence[str]) -> list[int]:
-        self.looked += 1
-        self.asked.update(names)
-        return super().has(names)
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
