@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls a far store through a child process, which is killed and started again when a call passes its deadline.
 
-Objects are read in several calls. The child reads those of the next call while the caller takes those of the call before,
-so the link to the store is not idle meanwhile:
+Objects are read in several calls. While the caller takes what one call has read, the child reads for the next
+call, so the link to the store is not idle:
 
     child     | read 1 | read 2 | read 3 | ...
     caller             | take 1 | take 2 | ...

@@ -23,7 +23,7 @@ class Deadlines:
         self._byte_s = 0.0  # 0: not measured
 
     def of(self, nbytes: int) -> float:
-        """The longest duration of a call that moves so many bytes, in seconds."""
+        """The longest duration of a call that moves `nbytes` bytes, in seconds."""
         cautious_s = self._least_s + nbytes / CAUTIOUS_BYTES_S
         if not self._byte_s:
             return cautious_s

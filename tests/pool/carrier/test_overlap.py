@@ -171,7 +171,7 @@ def test_a_large_object_is_read_alone(
 
 
 def test_an_error_of_the_reader_harms_no_later_call(client: FarClient, store: Gated) -> None:
-    """A read is under way then. Whoever calls next gets its own answer, and its memory is not written by that read."""
+    """A read is under way then. The next caller gets its own answer, and that read does not write into its memory."""
     gate = store.gates["b"] = threading.Event()
 
     def first() -> None:
