@@ -334,15 +334,17 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table
         _empty(far)  # it has computed the prompts of the turn before
         site.carry(far)
         stored = [prompts.make(tokens) for _ in range(_STOPPED_REQUESTS)]
-        for prompt in stored:
+        used = prompts.make(tokens)
+        for prompt in (used, *stored):
             site.first_s(far.engines[0], prompt)
-        site.wait_saved(far, _STOPPED_REQUESTS * (tokens // CHUNK_TOKENS))
+        site.wait_saved(far, (1 + _STOPPED_REQUESTS) * (tokens // CHUNK_TOKENS))
         site.put_all(far)
         _empty(far)
         with contextlib.suppress(ValueError):  # it answers nothing
             far.engines[0].client.post("/reset_prefix_cache", {})
         for host in (far, alone):
             site.first_s(host.engines[0], prompts.make(tokens))
+        site.first_s(far.engines[0], used)  # the store shows its speed
         stopped = site.server.family(target)
         stopped.pause()
         waits: dict[str, list[float]] = {"far": [], "alone": []}
