@@ -30,6 +30,7 @@ from pd_connector.pool.carrier.lasting import LastingThread
 from pd_connector.pool.carrier.markers import Markers
 from pd_connector.pool.carrier.messages import Brought, Checked, Sizes, Status
 from pd_connector.pool.carrier.object import Opened, Packed, unpacked
+from pd_connector.pool.carrier.unfit import GONE, TOO_LARGE, UnfitChunks
 from pd_connector.pool.far.registry import without_secret
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.base import Chunk, Refusal, Store, Why
@@ -63,14 +64,6 @@ class Stored(NamedTuple):
 
     name: str
     nbytes: int
-
-
-class Unfit(NamedTuple):
-    """Why a chunk of this host could not be read, or not be offered to the far store. It is counted once."""
-
-    cause: str
-    nbytes: int
-    """Bytes of the chunk: with other bytes it is another chunk of the same key."""
 
 
 class Carrier:
@@ -111,7 +104,7 @@ class Carrier:
         self._refused: OrderedDict[bytes, None] = OrderedDict()  # and too large, or damaged
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._unmade: dict[bytes, float] = {}  # given up at this time
-        self._unfit: OrderedDict[bytes, Unfit] = OrderedDict()  # used by the putting thread only
+        self._unfit = UnfitChunks(_MOST_KNOWN)  # used by the putting thread only
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
         self._queued: list[bytes] = []
         self._after = self._opened = (
@@ -334,7 +327,7 @@ class Carrier:
                 if not event.tier:
                     self._waiting.pop(event.key, None)
                     self._unmade.pop(event.key, None)
-                    self._unfit.pop(event.key, None)
+                    self._unfit.forget(event.key)
                 elif event.key not in self._there:
                     self._waiting[event.key] = None
             while len(self._waiting) > _MOST_WAITING:
@@ -401,9 +394,9 @@ class Carrier:
     def _put(self, chunks: Sequence[Chunk]) -> None:
         """Put those of these chunks that the far store lacks. Raises SilentError if it does not answer; the chunks keep
         waiting then."""
-        too_large = [chunk for chunk in chunks if self._is_too_large(chunk)]
+        too_large = [chunk for chunk in chunks if self._unfit.is_too_large(chunk)]
         self._tried(too_large)
-        chunks = [chunk for chunk in chunks if not self._is_too_large(chunk)]
+        chunks = [chunk for chunk in chunks if not self._unfit.is_too_large(chunk)]
         there = self._look(self._puts, [chunk.key for chunk in chunks])
         start = 0
         while start < len(chunks):
@@ -436,11 +429,11 @@ class Carrier:
         try:
             packed = Packed(self._store, chunk)
         except PoolError:
-            self._count_unfit(chunk, "gone")
+            self._count_unfit(chunk, GONE)
             return None
         if (nbytes := self._seal.sealed_bytes(packed.nbytes)) > self._most_bytes:
             packed.close()
-            if not self._counts["too_large"]:
+            if not self._counts[TOO_LARGE]:
                 logger.warning(
                     "carrier: a chunk has %d bytes, and %s takes %d: such chunks stay on this host; keep them in half the bytes "
                     "(config key pool.codec: int8), or use a store that takes larger objects (--far)",
@@ -448,21 +441,13 @@ class Carrier:
                     self._shown,
                     self._most_bytes,
                 )
-            self._count_unfit(chunk, "too_large")
+            self._count_unfit(chunk, TOO_LARGE)
             return None
         return packed
 
-    def _is_too_large(self, chunk: Chunk) -> bool:
-        """Whether it was found to be too large for the far store, and has not changed since."""
-        return self._unfit.get(chunk.key) == Unfit("too_large", chunk.nbytes)
-
-    def _count_unfit(self, chunk: Chunk, count: str) -> None:
-        unfit = Unfit(count, chunk.nbytes)
-        if self._unfit.get(chunk.key) != unfit:
-            self._unfit[chunk.key] = unfit
-            self._count(count)
-            while len(self._unfit) > _MOST_KNOWN:
-                self._unfit.popitem(last=False)
+    def _count_unfit(self, chunk: Chunk, cause: str) -> None:
+        if self._unfit.note(chunk, cause):
+            self._count(cause)
 
     def _put_batch(self, batch: Sequence[tuple[Chunk, Packed]]) -> None:
         if not batch:
@@ -482,7 +467,7 @@ class Carrier:
         taken = self._puts.put(names, sizes, fill)
         for place, (chunk, _) in enumerate(batch):
             kept = taken[place] and place not in broken
-            self._unfit.pop(chunk.key, None)
+            self._unfit.forget(chunk.key)
             self._count("put" if kept else "put_damaged" if place in broken else "not_put")
             self._count("put_bytes", sizes[place] if kept else 0)
             self._know(chunk.key, Stored(names[place], sizes[place]) if kept else None)
