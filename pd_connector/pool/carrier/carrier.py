@@ -16,9 +16,8 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
@@ -30,6 +29,7 @@ from pd_connector.pool.carrier.lasting import LastingThread
 from pd_connector.pool.carrier.markers import Markers
 from pd_connector.pool.carrier.messages import Brought, Checked, Sizes, Status
 from pd_connector.pool.carrier.object import Opened, Packed, unpacked
+from pd_connector.pool.carrier.unfit import GONE, TOO_LARGE, UnfitChunks
 from pd_connector.pool.far.registry import without_secret
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.base import Chunk, Refusal, Store, Why
@@ -48,8 +48,8 @@ _MARKS_S = 2.0
 """How often the far store's mark is read, in seconds: a new one means that it has lost what it had."""
 _PAUSE_S = 60.0
 """Least time between two losses after which all is put again, in seconds: each costs a look-up of the whole pool."""
-_PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
-"""Bytes in one call, unless a single object has more. Engines wait for the second."""
+_PUT_BYTES = 32 << 20
+"""Bytes that one call puts, unless a single object has more."""
 _MOST_WAITING = 1 << 14
 """Chunks that wait to be put. If there are more, ends of chains are left out."""
 _MADE_WITHIN_S = 30.0
@@ -65,14 +65,6 @@ class Stored(NamedTuple):
 
     name: str
     nbytes: int
-
-
-class Unfit(NamedTuple):
-    """Why a chunk of this host could not be read, or not be offered to the far store. It is counted once."""
-
-    cause: str
-    nbytes: int
-    """Bytes of the chunk: with other bytes it is another chunk of the same key."""
 
 
 class Carrier:
@@ -115,7 +107,7 @@ class Carrier:
         # used by the putting thread only, like the next two: when to offer a chunk again, and how often it was refused
         self._offered_again: dict[bytes, tuple[float, int]] = {}
         self._unmade: dict[bytes, float] = {}  # given up at this time
-        self._unfit: OrderedDict[bytes, Unfit] = OrderedDict()
+        self._unfit = UnfitChunks(_MOST_KNOWN)
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
         self._queued: list[bytes] = []
         self._after = self._opened = (
@@ -179,6 +171,8 @@ class Carrier:
 
         def take(_place: int, data: memoryview) -> None:
             nonlocal read
+            if not data:
+                return
             read = True
             try:
                 opened = unpacked(key, self._seal.open(stored.name, data))
@@ -341,7 +335,7 @@ class Carrier:
                     if self._offered_again.pop(event.key, None):
                         self._counts["not_put"] += 1
                     self._unmade.pop(event.key, None)
-                    self._unfit.pop(event.key, None)
+                    self._unfit.forget(event.key)
                 elif event.key not in self._there:
                     self._waiting.setdefault(event.key, 0)
             while len(self._waiting) > _MOST_WAITING:
@@ -427,9 +421,9 @@ class Carrier:
     def _put(self, chunks: Sequence[Chunk]) -> None:
         """Put those of these chunks that the far store lacks. Raises SilentError if it does not answer; the chunks keep
         waiting then."""
-        too_large = [chunk for chunk in chunks if self._is_too_large(chunk)]
+        too_large = [chunk for chunk in chunks if self._unfit.is_too_large(chunk)]
         self._tried(too_large)
-        chunks = [chunk for chunk in chunks if not self._is_too_large(chunk)]
+        chunks = [chunk for chunk in chunks if not self._unfit.is_too_large(chunk)]
         there = self._look(self._puts, [chunk.key for chunk in chunks])
         start = 0
         while start < len(chunks):
@@ -464,11 +458,11 @@ class Carrier:
         try:
             packed = Packed(self._store, chunk)
         except PoolError:
-            self._count_unfit(chunk, "gone")
+            self._count_unfit(chunk, GONE)
             return None
         if (nbytes := self._seal.sealed_bytes(packed.nbytes)) > self._most_bytes:
             packed.close()
-            if not self._counts["too_large"]:
+            if not self._counts[TOO_LARGE]:
                 logger.warning(
                     "carrier: a chunk has %d bytes, and %s takes %d: such chunks stay on this host; keep them in half the bytes "
                     "(config key pool.codec: int8), or use a store that takes larger objects (--far)",
@@ -476,21 +470,13 @@ class Carrier:
                     self._shown,
                     self._most_bytes,
                 )
-            self._count_unfit(chunk, "too_large")
+            self._count_unfit(chunk, TOO_LARGE)
             return None
         return packed
 
-    def _is_too_large(self, chunk: Chunk) -> bool:
-        """Whether it was found to be too large for the far store, and has not changed since."""
-        return self._unfit.get(chunk.key) == Unfit("too_large", chunk.nbytes)
-
-    def _count_unfit(self, chunk: Chunk, count: str) -> None:
-        unfit = Unfit(count, chunk.nbytes)
-        if self._unfit.get(chunk.key) != unfit:
-            self._unfit[chunk.key] = unfit
-            self._count(count)
-            while len(self._unfit) > _MOST_KNOWN:
-                self._unfit.popitem(last=False)
+    def _count_unfit(self, chunk: Chunk, cause: str) -> None:
+        if self._unfit.note(chunk, cause):
+            self._count(cause)
 
     def _put_batch(self, batch: Sequence[tuple[Chunk, Packed]]) -> None:
         if not batch:
@@ -510,7 +496,7 @@ class Carrier:
         taken = self._puts.put(names, sizes, fill)
         for place, (chunk, _) in enumerate(batch):
             kept = taken[place] and place not in broken
-            self._unfit.pop(chunk.key, None)
+            self._unfit.forget(chunk.key)
             if kept:
                 self._count("put")
                 self._count("put_bytes", sizes[place])
@@ -541,14 +527,8 @@ class Carrier:
 
     def _take_asked(self) -> list[bytes]:
         with self._lock:
-            taken, nbytes = 0, 0
-            for key in self._queued[: MOST_NAMES // 2]:
-                match = self._there.get(key)
-                nbytes += match.nbytes if match else _GET_BYTES // 8
-                taken += 1
-                if nbytes >= _GET_BYTES:
-                    break
-            keys, self._queued = self._queued[:taken], self._queued[taken:]
+            most = MOST_NAMES // 2  # a chunk can have two names
+            keys, self._queued = self._queued[:most], self._queued[most:]
         return keys
 
     def _brought(self, key: bytes, cause: str = "", detail: str = "") -> None:
@@ -573,12 +553,16 @@ class Carrier:
         unknown = [key for key in keys if stored[key] is None]
         stored |= zip(unknown, self._look(self._gets, unknown), strict=True) if unknown else ()
         hits = [(key, each) for key in keys if (each := stored[key])]
+        for key in keys:
+            if stored[key] is None:
+                self._gone(key)
         damaged: list[Stored] = []
-        seen = set()
 
-        def take(first: int, place: int, data: memoryview) -> None:
-            key, each = hits[first + place]
-            seen.add(key)
+        def take(place: int, data: memoryview) -> None:
+            key, each = hits[place]
+            if not data:
+                self._gone(key)
+                return
             try:
                 opened = unpacked(key, self._seal.open(each.name, data))
                 self._keep(opened)
@@ -594,16 +578,13 @@ class Carrier:
                 self._count("brought_bytes", len(data))
                 self._brought(key)
 
-        for first, stop in _batches([each.nbytes for _, each in hits]):
-            names = [each.name for _, each in hits[first:stop]]
-            sizes = [each.nbytes for _, each in hits[first:stop]]
-            self._gets.get(names, sizes, partial(take, first))
-        for key in keys:
-            if key not in seen:
-                self._know(key, None)
-                self._brought(key, Miss.EVICTED, "the far store has it no longer")
+        self._gets.get([each.name for _, each in hits], [each.nbytes for _, each in hits], take)
         if damaged:
             self._gets.remove([each.name for each in damaged])
+
+    def _gone(self, key: bytes) -> None:
+        self._know(key, None)
+        self._brought(key, Miss.EVICTED, "the far store has it no longer")
 
     def _keep(self, opened: Opened) -> None:
         """Write a chunk into the pool of this host. Raises PoolError."""
@@ -630,16 +611,3 @@ class Carrier:
                 writing.write(0, data)
                 if not writing.publish():
                     raise PoolError(Miss.REFUSED, "this host's pool was not written")
-
-
-def _batches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Split objects into batches of one call each. A stranger can write large objects, so at most one large object is
-    in memory at a time."""
-    first, nbytes = 0, 0
-    for place, size in enumerate(sizes):
-        if place > first and nbytes + size > _GET_BYTES:
-            yield first, place
-            first, nbytes = place, 0
-        nbytes += size
-    if first < len(sizes):
-        yield first, len(sizes)

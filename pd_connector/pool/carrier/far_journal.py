@@ -137,6 +137,8 @@ def _opened_mark(client: FarClient, seal: Seal, name: str, size: int) -> bytes |
     read: list[bytes] = []
 
     def take(_place: int, data: memoryview) -> None:
+        if not data:
+            return
         try:
             read.append(bytes(seal.open(name, data)))
         except PoolError:

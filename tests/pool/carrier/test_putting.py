@@ -4,12 +4,12 @@
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from chunks import chain, save
-from support.far_objects import Objects
+from support.far_objects import Far
 from support.pool_stores import patient, store
 from support.waits import until
 
@@ -25,36 +25,6 @@ from pd_connector.pool.store.local import LocalStore
 __all__ = ["patient", "store"]
 
 MOST_BYTES = 50_000
-
-
-class Far(Objects):
-    """All three clients of a carrier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
-        self.opened, self.since_s = 1, 0.0
-        self.errors = self.looked = 0
-        self.asked: set[str] = set()
-        self.most_names = 0
-
-    @property
-    def chunks(self) -> int:
-        """Objects that are chunks, not markers."""
-        return sum(len(data) > 1000 for data in list(self.objects.values()))
-
-    def has(self, names: Sequence[str]) -> list[int]:
-        self.looked += 1
-        self.asked.update(names)
-        return super().has(names)
-
-    def put(
-        self, names: Sequence[str], sizes: Sequence[int], fill: Callable[[int, memoryview], None]
-    ) -> list[bool]:
-        self.most_names = max(self.most_names, len(names))
-        return super().put(names, sizes, fill)
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
