@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.flash_attn_diffkv import FlashAttentionDiffKVBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -288,12 +289,14 @@ def overrides() -> Any:
         yield registry._ATTN_OVERRIDES
 
 
-def test_on_a_gpu_custom_is_ours_and_nothing_else(overrides: Any) -> None:
+def test_on_a_gpu_custom_is_ours_and_nothing_changes_without_it(overrides: Any) -> None:
     with mock.patch.multiple(
         type(current_platform), is_cuda=lambda _: True, is_cpu=lambda _: False
     ):
         plugin.register()
         plugin.register()
-    assert set(overrides) == {AttentionBackendEnum.CUSTOM}
+    unlike = AttentionBackendEnum.FLASH_ATTN_DIFFKV  # ours where an engine has selected CUSTOM
+    assert set(overrides) == {AttentionBackendEnum.CUSTOM, unlike}
     assert AttentionBackendEnum.CUSTOM.get_class() is PagedFlash
+    assert unlike.get_class() is FlashAttentionDiffKVBackend
     assert ".".join(PagedFlash.full_cls_name()) == AttentionBackendEnum.CUSTOM.get_path()

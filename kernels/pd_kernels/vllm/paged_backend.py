@@ -43,6 +43,9 @@ class PagedImpl(AttentionImpl):
     window: int
     """Tokens that a query sees, its own included; 0 for all."""
 
+    value_size: int
+    """Elements of a value; of a key and of a query, `head_size`."""
+
     sinks: torch.Tensor | None
     """A score of each query head without a value, set by the stock backend."""
 
@@ -90,6 +93,7 @@ class PagedImpl(AttentionImpl):
             kv_sharing_target_layer_name,
             sinks,
         )
+        self.value_size = head_size
         self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
 
     @classmethod
@@ -189,9 +193,9 @@ class PagedImpl(AttentionImpl):
         assert decodes is not None
         scales = self._scales(layer, query)
         query, keys, values = self._read(query, kv_cache, output.dtype)
-        shape = (decodes.requests, decodes.queries, *query.shape[1:])
+        rows = decodes.requests, decodes.queries
         paged_decode(
-            query.view(shape),
+            query.view(*rows, *query.shape[1:]),
             keys,
             values,
             decodes.block_table,
@@ -201,7 +205,7 @@ class PagedImpl(AttentionImpl):
             score_mod=self._mod,
             sinks=self.sinks,
             **scales,
-            out=output.view(shape),
+            out=output.view(*rows, *output.shape[1:]),
             plan=metadata.plans.get(self.plan_key),
         )
 
@@ -217,7 +221,7 @@ class PagedImpl(AttentionImpl):
         tokens = metadata.num_actual_tokens
         scales = self._scales(layer, query)
         query, keys, values = self._read(query[:tokens], kv_cache, output.dtype)
-        out = output[:tokens].view(query.shape)
+        out = output[:tokens]
         plan = metadata.mixed[self.plan_key]
         mixed_attention(
             query, keys, values, plan, scale=self.scale, sinks=self.sinks, out=out, **scales
