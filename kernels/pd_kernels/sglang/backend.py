@@ -401,6 +401,12 @@ class MlaBackend(DecodeBackend):
         # SGLang's own backend for prompts divides latents by these scales with any cache dtype.
         scales = {layer.k_scale_float or 1.0 for layer in self.layers} - {1.0}
         reasons += [f"a checkpoint with KV scales ({scale:g})" for scale in sorted(scales)]
+        for layer in self.layers:
+            reasons += layer_refusals(layer, (), self.dtype, ())
+            if window_of(layer):
+                reasons.append(f"a sliding window of {window_of(layer)} tokens with MLA")
+            if layer.logit_cap:
+                reasons.append(f"a soft cap of {layer.logit_cap:g} with MLA")
         return reasons + sink_refusals(self.model, RadixAttention)
 
     def plan_key(self, layer: Any) -> Any:
