@@ -49,6 +49,11 @@ class PagedImpl(AttentionImpl):
     sinks: torch.Tensor | None
     """A score of each query head without a value, set by the stock backend."""
 
+    _views_of: torch.Tensor | None = None
+    """The cache that `_views` are of."""
+
+    _views: tuple[torch.Tensor, torch.Tensor]
+
     stored_dtype: torch.dtype | None
     """The dtype of an FP8 cache; None if the cache has the model's dtype."""
 
@@ -175,7 +180,10 @@ class PagedImpl(AttentionImpl):
             self._together(layer, query, kv_cache, attn_metadata, output)
             return output
         tokens = decodes.tokens
-        self._decode(layer, query[:tokens], kv_cache, attn_metadata, output[:tokens])
+        if query.shape[0] != tokens:  # a slice takes the host a microsecond
+            self._decode(layer, query[:tokens], kv_cache, attn_metadata, output[:tokens])
+        else:
+            self._decode(layer, query, kv_cache, attn_metadata, output)
         if rest is not None:
             new = (None if x is None else x[tokens:] for x in (key, value))
             super().forward(layer, query[tokens:], *new, kv_cache, rest, output[tokens:])
@@ -193,9 +201,11 @@ class PagedImpl(AttentionImpl):
         assert decodes is not None
         scales = self._scales(layer, query)
         query, keys, values = self._read(query, kv_cache, output.dtype)
-        rows = decodes.requests, decodes.queries
+        if decodes.queries > 1:
+            rows = decodes.requests, decodes.queries
+            query, output = (x.view(*rows, *x.shape[1:]) for x in (query, output))
         paged_decode(
-            query.view(*rows, *query.shape[1:]),
+            query,
             keys,
             values,
             decodes.block_table,
@@ -205,7 +215,7 @@ class PagedImpl(AttentionImpl):
             score_mod=self._mod,
             sinks=self.sinks,
             **scales,
-            out=output.view(*rows, *output.shape[1:]),
+            out=output,
             plan=metadata.plans.get(self.plan_key),
         )
 
@@ -231,8 +241,12 @@ class PagedImpl(AttentionImpl):
         self, query: torch.Tensor, kv_cache: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries in `dtype`, without their scale, and views of K and V."""
-        stored = kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
-        return query.to(dtype), *self.pages(stored)
+        if query.dtype != dtype:
+            query = query.to(dtype)
+        if self._views_of is not kv_cache:  # one object, for as long as the engine has this cache
+            stored = kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
+            self._views_of, self._views = kv_cache, self.pages(stored)
+        return query, *self._views
 
     def _scales(self, layer: Any, query: torch.Tensor) -> dict[str, Any]:
         """Scales of an FP8 cache, as `paged_decode` takes them. That of queries, which vLLM rounds to FP8 beside such a
