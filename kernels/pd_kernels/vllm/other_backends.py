@@ -48,7 +48,7 @@ def warn(vllm_config: Any) -> None:
             why += (
                 ", and ours is in the place of FLASH_ATTN_DIFFKV, which needs FlashAttention 3 or 4"
             )
-        elif backend.startswith("FLASH_ATTN_DIFFKV"):
+        elif backend == "FLASH_ATTN_DIFFKV (FlashAttentionDiffKVBackend)":
             why += (
                 ", and ours is in the place of FLASH_ATTN_DIFFKV only where all layers have CUSTOM"
             )
