@@ -13,10 +13,22 @@ from peer_cases import PEERS
 from public_cases import PUBLIC
 from sglang_cases import SGLANG
 from transfer_cases import TRANSFERS
+from unlike_cases import UNLIKE
 from vllm_cases import STEPS
 
 TRANSFER_CASES = {f"transfer {name}": case for name, case in TRANSFERS.items()}
-CASES = TRANSFER_CASES | DECODES | DIRECT | DOORS | STEPS | LATENTS | CONTROLS | REPLAYS | SGLANG
+CASES = (
+    TRANSFER_CASES
+    | DECODES
+    | DIRECT
+    | DOORS
+    | STEPS
+    | UNLIKE
+    | LATENTS
+    | CONTROLS
+    | REPLAYS
+    | SGLANG
+)
 CASES |= PUBLIC | PEERS | COUNTS | EDGES
 
 SWITCHES = {

@@ -37,15 +37,40 @@ def _by_head(scales: torch.Tensor, heads: int) -> torch.Tensor:
     return scales.repeat_interleave(heads // len(scales))[:, None]
 
 
-def _attend(out: torch.Tensor, softmax_scale: float, **given: Any) -> None:
+def _attend(
+    out: torch.Tensor, softmax_scale: float, s_aux: torch.Tensor | None = None, **given: Any
+) -> None:
     left = (given.get("window_size") or [-1])[0]
     for rows, query, keys, values in _requests(**given):
         behind = torch.arange(len(keys) - len(query), len(keys))[:, None] - torch.arange(len(keys))
         seen = (behind >= 0) & ((behind <= left) | (left < 0))
-        told = (each.float().transpose(0, 1) for each in (query, keys, values))
-        attend = torch.nn.functional.scaled_dot_product_attention
-        found = attend(*told, seen, scale=softmax_scale, enable_gqa=True)
-        out[rows] = found.transpose(0, 1).to(out.dtype)
+        if s_aux is not None:
+            found = _with_sinks(query, keys, values, softmax_scale, seen, s_aux)
+        else:
+            told = (each.float().transpose(0, 1) for each in (query, keys, values))
+            attend = torch.nn.functional.scaled_dot_product_attention
+            found = attend(*told, seen, scale=softmax_scale, enable_gqa=True).transpose(0, 1)
+        out[rows] = found.to(out.dtype)
+
+
+def _with_sinks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    seen: torch.Tensor,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    heads = []
+    for head, sink in enumerate(sinks.float()):
+        of = head * keys.shape[1] // query.shape[1]
+        scores = query[:, head].float() @ keys[:, of].float().T * scale
+        scores = scores.masked_fill(~seen, -torch.inf)
+        most = torch.maximum(scores.amax(1), sink)[:, None]
+        weights = (scores - most).exp()
+        total = weights.sum(1, keepdim=True) + (sink - most).exp()
+        heads.append(weights / total @ values[:, of].float())
+    return torch.stack(heads, 1)
 
 
 def _requests(

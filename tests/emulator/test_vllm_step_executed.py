@@ -16,6 +16,8 @@ SMALL = (
     *("launches, paged, 8 requests", "launches, mla, 40 heads"),
     *("vllm, mla, ragged, other tokens", "vllm, mla, one scale, another scale"),
     *("vllm, controls, beside prompts", "vllm, graphs, controls"),
+    *("vllm, mimo, chosen", "vllm, mimo, fp8", "vllm, mimo, beside prompts, window and sinks"),
+    *("vllm, mimo, mixed steps, window and sinks", "vllm, graphs, mimo", "vllm, controls, mimo"),
 )
 """Controls: a step is right, and each guard that is undone is found. `python -m tests.emulator` executes all."""
 

@@ -26,6 +26,11 @@ class PagedDoor(Door):
     """A layer with keys and values."""
 
     bound = 1e-2
+    dim, width = 128, 128
+    """Elements of a key, and of a value."""
+
+    ours = "PagedFlashImpl"
+    sinks: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -37,12 +42,12 @@ class PagedDoor(Door):
         for_cuda()
         layers: Any = importlib.import_module("backend_layers")
         self.name, self.coded, self.window = layers.NAME, cache_dtype != "auto", window
-        given = {"heads": 8, "dim": 128, "dtype": torch.bfloat16, "device": "cuda:0"}
-        self.shape = layers.Shape(**given, cache_dtype=cache_dtype, window=window)
+        given = {"heads": 8, "dim": self.dim, "dtype": torch.bfloat16, "device": "cuda:0"}
+        self.shape = self.shaped(**given, cache_dtype=cache_dtype, window=window)
         self.batch = functools.partial(layers.Batch, self.shape)
         layer = self.shape.layer("CUSTOM", **engine)
         super().__init__(layer.module, layer.builder, layer.config)
-        assert type(self.module.impl).__name__ == "PagedFlashImpl"
+        assert type(self.module.impl).__name__ == self.ours
         if self.coded:
             self.temporaries = (
                 1 if scales is SCALES else 2
@@ -53,19 +58,28 @@ class PagedDoor(Door):
                 self.module.register_buffer(f"_{name}_scale", scale)
                 setattr(self.module, f"_{name}_scale_float", float(scale.max()))
         self.module.to("cuda:0")
-        size = layers.PAGES, self.shape.kv_heads, self.shape.page, 2 * self.shape.dim
+        size = layers.PAGES, self.shape.kv_heads, self.shape.page, self.dim + self.width
         stored = torch.uint8 if self.coded else self.shape.dtype
         self.module.kv_cache = torch.empty(size, dtype=stored, device="cuda:0")
         self.forget()
+
+    def shaped(self, **given: Any) -> Any:
+        return importlib.import_module("backend_layers").Shape(**given)
+
+    def halves(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, `[token, heads, dim]` each, of a request's in a batch."""
+        return kv[0], kv[1, ..., : self.width]
 
     def write(self, batch: Any) -> None:
         for row, (count, tokens) in enumerate(zip(batch.queries, batch.tokens, strict=True)):
             kv, slots = batch.kv[:, row, : tokens - count], batch.slots(row)[: tokens - count]
             update = self.module.impl.do_kv_cache_update
-            update(self.module, *kv.to("cuda:0").unbind(), self.module.kv_cache, slots.to("cuda:0"))
+            new = (each.to("cuda:0") for each in self.halves(kv))
+            update(self.module, *new, self.module.kv_cache, slots.to("cuda:0"))
 
     def new(self, batch: Any) -> list[torch.Tensor]:
-        return [x.flatten(1).to("cuda:0") for x in (batch.query, *batch.new_kv())]
+        new = batch.query, *self.halves(torch.stack(batch.new_kv()))
+        return [x.flatten(1).to("cuda:0") for x in new]
 
     def call(self, *new: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.module(*new)
@@ -74,9 +88,10 @@ class PagedDoor(Door):
     def wanted(self, batch: Any) -> torch.Tensor:
         rows, queries = [], batch.query.split(batch.queries)
         for row, (query, tokens) in enumerate(zip(queries, batch.tokens, strict=True)):
-            keys, values = (self._stored(batch.kv[n, row, :tokens], "kv"[n]) for n in (0, 1))
+            kv = self.halves(batch.kv[:, row, :tokens])
+            keys, values = (self._stored(kv[n], "kv"[n]) for n in (0, 1))
             told = self._stored(query, "q"), keys, values, self.module.impl.scale, self.window
-            rows.append(attended(*told).flatten(1))
+            rows.append(attended(*told, self.sinks).flatten(1))
         return torch.cat(rows)
 
     def _stored(self, values: torch.Tensor, name: str) -> torch.Tensor:
@@ -92,11 +107,12 @@ def step(
     verified: int = 1,
     steps: int = 1,
     switches: dict[str, bool] | None = None,
+    make: type[PagedDoor] = PagedDoor,
     **layer: Any,
 ) -> None:
     """Run the last tokens of some requests through a layer, behind what the cache has of them."""
     with gpu(), tuned(**(switches or {})):
-        door = PagedDoor(**layer)
+        door = make(**layer)
         door.builder.reorder_batch_threshold = verified
         batch = door.batch(requests)
         door.write(batch)

@@ -26,6 +26,7 @@ from pd_kernels.attention import decode_call
 
 COMPILED = ("_C_stable_libtorch", "vllm_flash_attn._vllm_fa2_C", "vllm_flash_attn._vllm_fa3_C")
 FLASH = "vllm.v1.attention.backends.flash_attn"
+UNLIKE = "vllm.v1.attention.backends.flash_attn_diffkv"
 SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 LATENT_PREFILL = "vllm.v1.attention.backends.mla.prefill.flash_attn"
 
@@ -51,6 +52,8 @@ def for_cuda() -> None:
         (FLASH, "reshape_and_cache_flash", _write_keys),
         (FLASH, "get_scheduler_metadata", scheduled),
         (FLASH, "flash_attn_varlen_func", flash_attention),
+        (UNLIKE, "flash_attn_varlen_func", flash_attention),
+        (UNLIKE, "triton_reshape_and_cache_flash_diffkv", _write_unlike),
         ("vllm.model_executor.layers.attention.mla_attention", "PIN_MEMORY", False),
         (SPARSE, "PIN_MEMORY", False),
         ("vllm.utils.torch_utils", "is_pin_memory_available", lambda: False),
@@ -83,6 +86,20 @@ def _write_keys(
     for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         coded = new if dtype == "auto" else (new / scale.view(-1, 1)).to(FP8).view(torch.uint8)
         _put(coded[: len(slots)], cache, slots)
+
+
+def _write_unlike(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """What `triton_reshape_and_cache_flash_diffkv` does."""
+    halves = cache.split((key.shape[-1], value.shape[-1]), -1)
+    _write_keys(key, value, *halves, slots, dtype, k_scale, v_scale)
 
 
 def _write_latents(
@@ -196,11 +213,33 @@ def attended(
     values: torch.Tensor,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention in float32 of a request's last tokens, `[token, heads, dim]` each."""
+    """Causal attention in float32 of a request's last tokens, `[token, heads, dim]` each. `sinks`: `[heads]`."""
     count, tokens = len(query), len(keys)
     ahead = torch.arange(tokens - count, tokens)[:, None] - torch.arange(tokens)
     seen = (ahead >= 0) & (ahead < (window or tokens))
+    if sinks is not None:
+        return _with_sinks(query, keys, values, scale, seen, sinks)
     told = (each.float().transpose(0, 1) for each in (query, keys, values))
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(*told, seen, scale=scale, enable_gqa=True).transpose(0, 1)
+
+
+def _with_sinks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    seen: torch.Tensor,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Scores and sinks in one softmax; a sink has no value."""
+    group = query.shape[1] // keys.shape[1]
+    own = (each.float().repeat_interleave(group, 1) for each in (keys, values))
+    keys, values = own
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sink = sinks.float()[:, None, None].expand(*scores.shape[:2], 1)
+    weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights, values)

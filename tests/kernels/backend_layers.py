@@ -54,25 +54,28 @@ class Shape:
             attention_backend=backend,
             **{"enforce_eager": True, **engine},
         ).create_engine_config()
-        extra = (
-            {"sinks": torch.linspace(-1.0, 4.0, self.heads).to(self.dtype)} if self.sinks else {}
-        )
-        slopes = [2.0**-n for n in range(1, self.heads + 1)] if self.alibi else None
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with set_current_vllm_config(config):
-                module = Attention(
-                    *(self.heads, self.dim, self.dim**-0.5, self.kv_heads, slopes),
-                    cache_config=config.cache_config,
-                    logits_soft_cap=self.soft_cap,
-                    per_layer_sliding_window=self.window,
-                    prefix=NAME,
-                    **extra,
-                )
-                return Layer(module, config, torch.device(self.device))
+                return Layer(self.attention(config), config, torch.device(self.device))
         finally:
             torch.set_default_dtype(before)
+
+    def attention(self, config: Any) -> Any:
+        """The layer itself, of the name NAME."""
+        extra = (
+            {"sinks": torch.linspace(-1.0, 4.0, self.heads).to(self.dtype)} if self.sinks else {}
+        )
+        slopes = [2.0**-n for n in range(1, self.heads + 1)] if self.alibi else None
+        return Attention(
+            *(self.heads, self.dim, self.dim**-0.5, self.kv_heads, slopes),
+            cache_config=config.cache_config,
+            logits_soft_cap=self.soft_cap,
+            per_layer_sliding_window=self.window,
+            prefix=NAME,
+            **extra,
+        )
 
 
 class Layer:

@@ -88,7 +88,7 @@ def test_layers_of_a_model_that_chooses_its_backend_are_named() -> None:
     assert said == (
         "CUSTOM was selected, but layers use TRITON_ATTN_DIFFKV (TritonAttentionDiffKVBackend): "
         "model.layers.N.self_attn.attn (N = 1, 2). pd_kernels does not decode them, because LlamaForCausalLM chooses "
-        "their backend itself."
+        "their backend itself, and ours is in the place of FLASH_ATTN_DIFFKV, which needs FlashAttention 3 or 4."
     )
 
 

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.flash_attn_diffkv import FlashAttentionDiffKVBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
@@ -213,10 +214,6 @@ def test_flash_attentions_pages_are_read_in_either_layout(layout: Any) -> None:
     impl.num_heads, impl.head_size, impl.scale = heads, dim, dim**-0.5
     impl.sinks = None
     impl.decodes_with(None, None, None, "auto")
-    kv = torch.randn(4, kv_heads, page, 2 * dim)
-    cache = kv
-    if layout is KVCacheLayout.LBNHC:  # token before head in memory
-        cache = kv.transpose(1, 2).contiguous().transpose(1, 2)
     query, output = torch.randn(2, heads, dim), torch.empty(2, heads, dim)
     common = batch([1, 1])
     common.seq_lens = torch.tensor([20, 5], dtype=torch.int32)
@@ -224,13 +221,20 @@ def test_flash_attentions_pages_are_read_in_either_layout(layout: Any) -> None:
     decodes = decodes_of(common, 1, MOST)
     metadata = PagedMetadata(2, 1, common.query_start_loc, 20, *[torch.empty(0)] * 3, decodes, None)
     new = torch.empty(2, kv_heads, dim)
-    impl.forward(mock.Mock(), query, new, new, cache, metadata, output)
-    for row, (pages, length) in enumerate((([3, 1], 20), ([2], 5))):
-        whole = kv[pages].transpose(1, 2).flatten(0, 1)[:length]
-        key, value = whole.repeat_interleave(heads // kv_heads, 1).split(dim, -1)
-        weights = (torch.einsum("hd,thd->ht", query[row], key) * dim**-0.5).softmax(-1)
-        wanted = torch.einsum("ht,thd->hd", weights, value)
-        torch.testing.assert_close(output[row], wanted, atol=1e-5, rtol=0)
+    for _ in range(2):  # an engine may give its layers another cache, as after its profiling
+        kv = torch.randn(4, kv_heads, page, 2 * dim)
+        cache = kv
+        if layout is KVCacheLayout.LBNHC:  # token before head in memory
+            cache = kv.transpose(1, 2).contiguous().transpose(1, 2)
+        for _ in range(2):
+            output.fill_(torch.nan)
+            impl.forward(mock.Mock(), query, new, new, cache, metadata, output)
+            for row, (pages, length) in enumerate((([3, 1], 20), ([2], 5))):
+                whole = kv[pages].transpose(1, 2).flatten(0, 1)[:length]
+                key, value = whole.repeat_interleave(heads // kv_heads, 1).split(dim, -1)
+                weights = (torch.einsum("hd,thd->ht", query[row], key) * dim**-0.5).softmax(-1)
+                wanted = torch.einsum("ht,thd->hd", weights, value)
+                torch.testing.assert_close(output[row], wanted, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +268,7 @@ def test_a_scale_of_queries_in_fp8_is_part_of_the_keys(
     with mock.patch.object(paged_backend, "paged_decode") as decode:
         impl.forward(layer, query, query, query, cache, metadata, output)
     (given, keys, *_), named = decode.call_args
-    assert torch.equal(given, torch.full((1, 1, 2, 64), 0.5, dtype=torch.bfloat16))
+    assert torch.equal(given, torch.full((1, 2, 64), 0.5, dtype=torch.bfloat16))
     assert keys.dtype == paged_backend.FP8
     for name, scale in zip(("k_scale", "v_scale"), wanted, strict=True):
         assert torch.as_tensor(named[name]).tolist() == scale
@@ -288,12 +292,14 @@ def overrides() -> Any:
         yield registry._ATTN_OVERRIDES
 
 
-def test_on_a_gpu_custom_is_ours_and_nothing_else(overrides: Any) -> None:
+def test_on_a_gpu_custom_is_ours_and_nothing_changes_without_it(overrides: Any) -> None:
     with mock.patch.multiple(
         type(current_platform), is_cuda=lambda _: True, is_cpu=lambda _: False
     ):
         plugin.register()
         plugin.register()
-    assert set(overrides) == {AttentionBackendEnum.CUSTOM}
+    unlike = AttentionBackendEnum.FLASH_ATTN_DIFFKV  # ours where an engine has selected CUSTOM
+    assert set(overrides) == {AttentionBackendEnum.CUSTOM, unlike}
     assert AttentionBackendEnum.CUSTOM.get_class() is PagedFlash
+    assert unlike.get_class() is FlashAttentionDiffKVBackend
     assert ".".join(PagedFlash.full_cls_name()) == AttentionBackendEnum.CUSTOM.get_path()

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("sglang.srt")
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
@@ -306,6 +306,22 @@ def test_sinks_beside_latents_are_named_at_start() -> None:
     PagedBackend(step.runner(keys_and_values(step), Attention(sinks=True)))
     with pytest.raises(NotImplementedError, match=r"sinks \(learnable_sink_param\) with MLA"):
         MlaBackend(step.runner(latents(step), Attention(sinks=True)))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sliding_window_size": 127}, "sliding window of 128 tokens with MLA"),
+        ({"logit_cap": 30.0}, "a soft cap of 30 with MLA"),
+        ({"is_cross_attention": True}, "only decoders"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "only decoders"),
+    ],
+)
+def test_what_mla_decode_has_not_is_named_at_start(options: dict[str, Any], named: str) -> None:
+    """As the windows of dots3-note, which were left out: its layers saw all tokens."""
+    step = Step(16)
+    with pytest.raises(NotImplementedError, match=named):
+        MlaBackend(step.runner(latents(step), layer(), layer(**options)))
 
 
 def test_latents_that_are_divided_by_scales_are_named() -> None:

@@ -110,15 +110,19 @@ def direct_key(
         others: the call's other arguments. Values of floats are left out, because no kernel is
             compiled for them.
     """
-    if plan is None or not tuning().direct_launch or plan.mask is not None:
+    switches = tuning()
+    if plan is None or not switches.direct_launch or plan.mask is not None:
         return None
     if type(tensors[0]) is not torch.Tensor or torch.compiler.is_compiling():
         return None
-    key = [tuning().code, *others]
+    key = [switches.code, *others]
     for tensor in tensors if out is None else (*tensors, out):
         key += (
-            *(tensor.shape, tensor.stride(), tensor.dtype),
-            *(tensor.get_device(), tensor.data_ptr() & 15),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.get_device(),
+            tensor.data_ptr() & 15,
         )
     return tuple(key)
 

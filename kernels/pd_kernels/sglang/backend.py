@@ -269,11 +269,14 @@ class DecodeBackend(AttentionBackend):
             self.write(k, v, layer, forward_batch)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
         # SGLang may pad the tokens after it has planned the step (`prepare_mlp_sync_batch`). Nobody reads these rows.
-        rows = len(self.tables.lengths) * self._queries
-        padding, query = len(query) - rows, query[:rows]
+        rows = self.tables.lengths.shape[0] * self._queries
+        if padding := query.shape[0] - rows:
+            query = query[:rows]
         if self._queries > 1:
             query = query.unflatten(0, (-1, self._queries))
-        attended = self.attend(query, layer, sinks).flatten(-2).flatten(0, -2)
+        attended = self.attend(query, layer, sinks).view(
+            rows, layer.tp_q_head_num * layer.v_head_dim
+        )
         return torch.nn.functional.pad(attended, (0, 0, 0, padding)) if padding else attended
 
     def forward_extend(
@@ -351,7 +354,7 @@ class PagedBackend(DecodeBackend):
         keys = self.pool.get_key_buffer(layer.layer_id)
         values = self.pool.get_value_buffer(layer.layer_id)
         shape = (-1, self.page_size)
-        return keys.unflatten(0, shape), values.unflatten(0, shape)
+        return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
 
     def write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         where = KVWriteLoc.for_batch(forward_batch)
@@ -401,6 +404,12 @@ class MlaBackend(DecodeBackend):
         # SGLang's own backend for prompts divides latents by these scales with any cache dtype.
         scales = {layer.k_scale_float or 1.0 for layer in self.layers} - {1.0}
         reasons += [f"a checkpoint with KV scales ({scale:g})" for scale in sorted(scales)]
+        for layer in self.layers:
+            reasons += layer_refusals(layer, (), self.dtype, ())
+            if window_of(layer):
+                reasons.append(f"a sliding window of {window_of(layer)} tokens with MLA")
+            if layer.logit_cap:
+                reasons.append(f"a soft cap of {layer.logit_cap:g} with MLA")
         return reasons + sink_refusals(self.model, RadixAttention)
 
     def plan_key(self, layer: Any) -> Any:
@@ -417,7 +426,7 @@ class MlaBackend(DecodeBackend):
     def pages(self, layer: Any) -> torch.Tensor:
         """A view of a layer's latents, `[page, token, 576]`."""
         latents: torch.Tensor = self.pool.get_key_buffer(layer.layer_id)
-        return latents.squeeze(1).unflatten(0, (-1, self.page_size))
+        return latents.view(-1, self.page_size, latents.shape[-1])
 
     def write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         self.pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)

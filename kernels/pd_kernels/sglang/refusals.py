@@ -95,7 +95,7 @@ def draft_refusals(spec: Any) -> list[str]:
 def layer_refusals(
     layer: Any, head_dims: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype]
 ) -> list[str]:
-    """The reasons why our kernels cannot decode a layer with keys and values.
+    """The reasons why our kernels cannot decode a layer.
 
     Args:
         layer: SGLang's `RadixAttention`.

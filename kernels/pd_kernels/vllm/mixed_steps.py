@@ -42,13 +42,15 @@ def mixed_plans(
     plans = {}
     for key, impl in impls.items():
         cache = scalar.to(impl.stored_dtype or dtype)
+        places = 1, page_size, impl.num_kv_heads
         plans[key] = MixedPlan.of(
             scalar.expand(starts[-1], impl.num_heads, impl.head_size),
-            cache.expand(1, page_size, impl.num_kv_heads, impl.head_size),
+            cache.expand(*places, impl.head_size),
             common.block_table_tensor,
             common.seq_lens,
             starts,
             decodes.requests,
             impl.window,
+            cache.expand(*places, impl.value_size),
         )
     return plans

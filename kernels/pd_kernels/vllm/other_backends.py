@@ -2,7 +2,8 @@
 """Warns when an engine starts if layers use another backend although ours was selected.
 
 Some models give their layers a backend (`attn_backend=`), or have layers with one of their own:
-MiMo-V2, Hunyuan V4 with sinks. vLLM then does not use the selected one, and does not say so.
+openPangu and Hunyuan V4 with sinks, MiMo-V2 without FlashAttention 3 and 4. vLLM then does not use the
+selected one, and does not say so.
 """
 
 import functools
@@ -43,6 +44,14 @@ def warn(vllm_config: Any) -> None:
     """Log a warning for each backend that is not ours and has layers for which ours was selected."""
     for (selected, backend, mla), names in _elsewhere(vllm_config).items():
         why = f"{vllm_config.model_config.architecture} chooses their backend itself"
+        if backend.startswith("TRITON_ATTN_DIFFKV"):
+            why += (
+                ", and ours is in the place of FLASH_ATTN_DIFFKV, which needs FlashAttention 3 or 4"
+            )
+        elif backend == "FLASH_ATTN_DIFFKV (FlashAttentionDiffKVBackend)":
+            why += (
+                ", and ours is in the place of FLASH_ATTN_DIFFKV only where all layers have CUSTOM"
+            )
         if vllm_config.speculative_config is not None:
             why += " (or they are the draft model's: --speculative-config has an attention_backend of its own)"
         if mla and selected == "CUSTOM":

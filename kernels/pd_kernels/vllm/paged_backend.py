@@ -43,8 +43,16 @@ class PagedImpl(AttentionImpl):
     window: int
     """Tokens that a query sees, its own included; 0 for all."""
 
+    value_size: int
+    """Elements of a value; of a key and of a query, `head_size`."""
+
     sinks: torch.Tensor | None
     """A score of each query head without a value, set by the stock backend."""
+
+    _views_of: torch.Tensor | None = None
+    """The cache that `_views` are of."""
+
+    _views: tuple[torch.Tensor, torch.Tensor]
 
     stored_dtype: torch.dtype | None
     """The dtype of an FP8 cache; None if the cache has the model's dtype."""
@@ -90,6 +98,7 @@ class PagedImpl(AttentionImpl):
             kv_sharing_target_layer_name,
             sinks,
         )
+        self.value_size = head_size
         self.decodes_with(sliding_window, alibi_slopes, logits_soft_cap, kv_cache_dtype)
 
     @classmethod
@@ -171,7 +180,10 @@ class PagedImpl(AttentionImpl):
             self._together(layer, query, kv_cache, attn_metadata, output)
             return output
         tokens = decodes.tokens
-        self._decode(layer, query[:tokens], kv_cache, attn_metadata, output[:tokens])
+        if query.shape[0] != tokens:  # a slice takes the host a microsecond
+            self._decode(layer, query[:tokens], kv_cache, attn_metadata, output[:tokens])
+        else:
+            self._decode(layer, query, kv_cache, attn_metadata, output)
         if rest is not None:
             new = (None if x is None else x[tokens:] for x in (key, value))
             super().forward(layer, query[tokens:], *new, kv_cache, rest, output[tokens:])
@@ -189,9 +201,11 @@ class PagedImpl(AttentionImpl):
         assert decodes is not None
         scales = self._scales(layer, query)
         query, keys, values = self._read(query, kv_cache, output.dtype)
-        shape = (decodes.requests, decodes.queries, *query.shape[1:])
+        if decodes.queries > 1:
+            rows = decodes.requests, decodes.queries
+            query, output = (x.view(*rows, *x.shape[1:]) for x in (query, output))
         paged_decode(
-            query.view(shape),
+            query,
             keys,
             values,
             decodes.block_table,
@@ -201,7 +215,7 @@ class PagedImpl(AttentionImpl):
             score_mod=self._mod,
             sinks=self.sinks,
             **scales,
-            out=output.view(shape),
+            out=output,
             plan=metadata.plans.get(self.plan_key),
         )
 
@@ -217,7 +231,7 @@ class PagedImpl(AttentionImpl):
         tokens = metadata.num_actual_tokens
         scales = self._scales(layer, query)
         query, keys, values = self._read(query[:tokens], kv_cache, output.dtype)
-        out = output[:tokens].view(query.shape)
+        out = output[:tokens]
         plan = metadata.mixed[self.plan_key]
         mixed_attention(
             query, keys, values, plan, scale=self.scale, sinks=self.sinks, out=out, **scales
@@ -227,8 +241,12 @@ class PagedImpl(AttentionImpl):
         self, query: torch.Tensor, kv_cache: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries in `dtype`, without their scale, and views of K and V."""
-        stored = kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
-        return query.to(dtype), *self.pages(stored)
+        if query.dtype != dtype:
+            query = query.to(dtype)
+        if self._views_of is not kv_cache:  # one object, for as long as the engine has this cache
+            stored = kv_cache.view(self.stored_dtype) if self.stored_dtype else kv_cache
+            self._views_of, self._views = kv_cache, self.pages(stored)
+        return query, *self._views
 
     def _scales(self, layer: Any, query: torch.Tensor) -> dict[str, Any]:
         """Scales of an FP8 cache, as `paged_decode` takes them. That of queries, which vLLM rounds to FP8 beside such a

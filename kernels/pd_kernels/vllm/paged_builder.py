@@ -123,5 +123,6 @@ class PagedBuilder(AttentionMetadataBuilder):
         scalar = torch.empty((), dtype=self.vllm_config.model_config.dtype, device=self.device)
         q = scalar.expand(1, queries, impl.num_heads, impl.head_size)
         cache = scalar.to(impl.stored_dtype or scalar.dtype)
-        cache = cache.expand(1, self.kv_cache_spec.block_size, impl.num_kv_heads, impl.head_size)
-        return plan_paged_decode(q, cache, window=impl.window, max_batch=self._batch)
+        places = 1, self.kv_cache_spec.block_size, impl.num_kv_heads
+        keys, values = (cache.expand(*places, dim) for dim in (impl.head_size, impl.value_size))
+        return plan_paged_decode(q, keys, values, window=impl.window, max_batch=self._batch)

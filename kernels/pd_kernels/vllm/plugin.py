@@ -12,7 +12,7 @@ MLA_VARIABLE = "PD_KERNELS_MLA"
 
 def register() -> None:
     """Register our backends: as CUSTOM, and as the MLA backend that PD_KERNELS_MLA names, if it is
-    set. Also warn, when an engine starts, of layers that do not use ours although it is selected.
+    set. FLASH_ATTN_DIFFKV and CPU_ATTN become names of vLLM's own class or of ours, as the engine selects. Also warn, when an engine starts, of layers that do not use ours although it is selected.
 
     May be called several times. Nothing changes for an engine that selects neither.
 
@@ -24,6 +24,11 @@ def register() -> None:
 
     if current_platform.is_cuda():
         register_backend(AttentionBackendEnum.CUSTOM, "pd_kernels.vllm.paged_cuda.PagedFlash")
+        # Models that choose their backend themselves choose it by this name.
+        register_backend(
+            AttentionBackendEnum.FLASH_ATTN_DIFFKV,
+            "pd_kernels.vllm.diffkv_choice.FLASH_ATTN_DIFFKV",
+        )
     elif current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, "pd_kernels.vllm.paged_cpu.PagedCpu")
         # On a CPU vLLM always takes CPU_ATTN.
