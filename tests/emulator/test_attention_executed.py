@@ -8,6 +8,12 @@ SMALL = (
     *("swapped", "swapped, 32 lines"),
     *("paged, fp8", "paged, documents", "paged, 8 queries", "paged, jagged", "mla, 16 heads, fp8"),
     *("mla, chosen", "mla, chosen, fp8"),
+    *(
+        "mla, tree, fp8",
+        "mla, tree, one scale, page 16",
+        "gluon, tree",
+        "mixed, soft cap, documents",
+    ),
     *("mla, one scale, split", "mla, one scale, 40 heads, 2 queries"),
     *(
         "mla, 128 heads",

@@ -308,6 +308,24 @@ def test_sinks_beside_latents_are_named_at_start() -> None:
         MlaBackend(step.runner(latents(step), Attention(sinks=True)))
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sliding_window_size": 20}, "a sliding window with MLA"),
+        ({"logit_cap": 5.0}, "a soft cap with MLA"),
+        ({"is_cross_attention": True}, "only decoders"),
+        ({"use_irope": True}, "attention in chunks of 8192 tokens"),
+    ],
+)
+def test_what_layers_with_latents_may_not_have_is_named(
+    options: dict[str, Any], named: str
+) -> None:
+    """`mla_decode` has no windows and no mods: it decoded such layers over the whole context."""
+    step = Step(16)
+    with pytest.raises(NotImplementedError, match=named):
+        MlaBackend(step.runner(latents(step), layer(**options), attention_chunk_size=8192))
+
+
 def test_latents_that_are_divided_by_scales_are_named() -> None:
     step, scaled = Step(16), layer()
     MlaBackend(step.runner(latents(step), scaled))

@@ -30,6 +30,7 @@ def attend(
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     first: int = 0,
+    tree: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with the last tokens of one sequence.
 
@@ -38,6 +39,7 @@ def attend(
         keys, values: float32 `[token, kv heads, dim]`.
         sequence: its number in the batch, for mods.
         first: place of the first of these tokens in the sequence.
+        tree: `[queries]`, the words of `mla_decode`; it takes the place of causality.
 
     Returns:
         The result, float32 `[queries, heads, value dim]`, and lse, float32 `[queries, heads]`.
@@ -54,7 +56,11 @@ def attend(
     own = torch.tensor(sequence, device=query.device)
     where = (own, head, clamped, place[None, None, :])
     seen = torch.ones_like(score, dtype=torch.bool)
-    if causal:
+    if tree is not None:
+        draft = place - (tokens - queries)
+        bits = (tree[:, None] >> draft.clamp(0, 31)) & 1
+        seen = seen & ((draft < 0) | bits.bool())[:, None, :]
+    elif causal:
         seen = seen & (place <= position[:, None])[:, None, :]
     if window:
         seen = seen & (place > position[:, None] - window)[:, None, :]
@@ -139,6 +145,7 @@ def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | 
             batch.scale,
             batch.causal,
             window=0,
+            tree=None if batch.tree is None else batch.tree[number],
         )
         out[number] = result
         if lse is not None:
