@@ -40,6 +40,12 @@ PEERS = (
 EDGES = (
     *("edges, sinks", "edges, scores of -inf, sinks, fp8", "edges, NaN in a key, fp8"),
     *("edges, lengths of 64 bits, 7 heads, dim 120", "edges, nothing", "edges, chosen"),
+    *(
+        "edges, mixed, mod, sinks, page 1",
+        "edges, ragged, none, sinks, fp8, page 1",
+        "edges, merge",
+    ),
+    *("edges, tree, page 1", "edges, tree, gluon"),
     *("mixed, dim 512", "edges, chosen, fp8", "edges, a million tokens, window", "edges, controls"),
 )
 

@@ -52,7 +52,7 @@ def tree(parents: tuple[int, ...] = PARENTS) -> torch.Tensor:
 
 
 def near(seen: torch.Tensor, length: int, window: int) -> torch.Tensor:
-    """Whether a draft sees a token, `[drafts, length]`: what a chain of its branch would see in a window of so many tokens.
+    """Whether a draft sees a token, `[drafts, length]`: what a chain of its branch would see with this window.
     `length` tokens, the drafts included."""
     first = length - len(seen)
     told = torch.zeros(len(seen), length, dtype=torch.bool)

@@ -195,11 +195,11 @@ class MlaCall(DecodeCall):
     def _check_tree(self) -> None:
         if (tree := self.tree) is None:
             return
-        wanted = self.query.shape[:2]
+        required = self.query.shape[:2]
         form = tree.shape, tree.dtype, tree.device, tree.is_contiguous()
-        if form != (wanted, torch.int32, self.query.device, True):
+        if form != (required, torch.int32, self.query.device, True):
             raise ValueError(
-                f"tree of {tree.dtype} {list(tree.shape)} on {tree.device}: must be dense int32 {list(wanted)} on "
+                f"tree of {tree.dtype} {list(tree.shape)} on {tree.device}: must be dense int32 {list(required)} on "
                 f"{self.query.device}, a word of each query"
             )
         if not self.causal:

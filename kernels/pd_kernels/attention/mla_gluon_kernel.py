@@ -182,8 +182,8 @@ def attend_side(
                 seen = seen & (token[None, :] <= position[:, None])
             if TREE > 0:
                 draft = token - (length - TREE)
-                place = gl.minimum(gl.maximum(draft, 0), 31)[None, :]
-                bit = (position[:, None] >> place) & 1
+                shift = gl.minimum(gl.maximum(draft, 0), 31)[None, :]
+                bit = (position[:, None] >> shift) & 1
                 seen = seen & ((draft < 0)[None, :] | (bit != 0))
             score = gl.where(seen, score * scale, float("-inf"))
             notes.index(SIDE).store(gl.max(score, 1))

@@ -31,6 +31,7 @@ def attend(
     mask_mod: Mod | None = None,
     first: int = 0,
     tree: torch.Tensor | None = None,
+    missing: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with the last tokens of one sequence.
 
@@ -40,6 +41,7 @@ def attend(
         sequence: its number in the batch, for mods.
         first: place of the first of these tokens in the sequence.
         tree: `[queries]`, the words of `mla_decode`; it takes the place of causality.
+        missing: which of the tokens nobody sees, `[token]`.
 
     Returns:
         The result, float32 `[queries, heads, value dim]`, and lse, float32 `[queries, heads]`.
@@ -64,6 +66,8 @@ def attend(
         seen = seen & (place <= position[:, None])[:, None, :]
     if window:
         seen = seen & (place > position[:, None] - window)[:, None, :]
+    if missing is not None:
+        seen = seen & ~missing
     if score_mod and tokens:
         score = score_mod.reference(score, *where, score_mod.args)
     if mask_mod and tokens:
@@ -131,11 +135,14 @@ def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | 
     """Compute `mla_decode`. Write `out`, and `lse` if it is given."""
     for number, length in enumerate(batch.lengths.tolist()):
         pages = batch.table[number]
+        missing = None
         if batch.cache.shape[1] == 1:  # of single tokens, of which some may be missing
-            pages = pages[:length][pages[:length] >= 0]
-            length = len(pages)
+            missing = pages[: max(0, length)] < 0
+            pages = pages.clamp(min=0)
         tokens = read_pages(batch.cache, pages, length)
         latents = decoded_latents(tokens) if batch.coded else tokens.float() * batch.kv_scale
+        if missing is not None:
+            latents = latents.masked_fill(missing[:, None], 0.0)  # 0 * NaN is NaN
         latents = latents[:, None]
         result, sums = attend(
             batch.query[number],
@@ -146,6 +153,7 @@ def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | 
             batch.causal,
             window=0,
             tree=None if batch.tree is None else batch.tree[number],
+            missing=missing,
         )
         out[number] = result
         if lse is not None:
