@@ -258,7 +258,7 @@ def ragged(
     strided: bool = False,
     **shape: Any,
 ) -> None:
-    """Sequences with unlike numbers of queries, none included: `mixed_attention` with so many decodes, or a nested q. `hide`:
+    """Sequences with unlike numbers of queries, none included: `mixed_attention` if there are `decodes`, else a nested q. `hide`:
     tokens before this one times the sequence's number get a score of -inf. `strided`: queries and caches are views."""
     torch.manual_seed(9)
     given = paged_arguments(lengths, **shape)
