@@ -115,9 +115,10 @@ def mla(
     dtype: torch.dtype = BF16,
     chosen: bool = False,
     kv_scale: float = 0.0,
+    tree: bool = False,
     **switches: bool,
 ) -> None:
-    """`chosen`: each row is chosen by itself, and every fifth is none. `kv_scale`: FP8 with this scale."""
+    """`tree`: queries are drafts of two branches. `chosen`: each row is chosen by itself, and every fifth is none. `kv_scale`: FP8 with this scale."""
     torch.manual_seed(1)
     page = 1 if chosen else page
     given = latent_set(list(lengths), heads, queries, page, coded)
@@ -127,9 +128,11 @@ def mla(
         nothing_outside(given.cache, given.table, lengths)
     if chosen:
         given.table[:, ::5] = -1
+    words = torch.tensor([1, 3, 5, 11, 21, 43, 85, 171][:queries], dtype=torch.int32)
+    own = words.repeat(len(lengths), 1) if tree else None
     with tuned(**switches):
         _compare(
-            MlaCall(*given, 0.05, not chosen, kv_scale or 1.0),
+            MlaCall(*given, 0.05, not chosen, kv_scale or 1.0, own),
             workers,
             CODED_BOUND if coded else BOUND,
         )
@@ -181,6 +184,7 @@ def mixed_steps(
     heads: Heads = FEW,
     launches: int = 2,
     decodes: int = 2,
+    **mods: Any,
 ) -> None:
     """A prefill chunk behind decodes, and the same plan again."""
     torch.manual_seed(2)
@@ -189,7 +193,7 @@ def mixed_steps(
     for each in (given.keys, given.values):
         nothing_outside(each, given.table, lengths)
     query = torch.randn(sum(counts), heads.query, heads.dim, dtype=BF16)
-    layer = {"query": query.unsqueeze(1), "keys": given.keys, "values": given.values}
+    layer = {"query": query.unsqueeze(1), "keys": given.keys, "values": given.values, **mods}
     with processors(count):
         plan = mixed.MixedPlan.of(query, given.keys, given.table, given.lengths, starts, decodes)
         for call, own in zip((plan.prefill, plan.decode), plan.plans, strict=True):
@@ -198,7 +202,8 @@ def mixed_steps(
         reference_paged_decode(plan.whole(**layer, scale=0.1), wanted, None)
         for _ in range(launches):
             out, calls = torch.full_like(query, 7.0), plan.calls(**layer, scale=0.1)
-            launch_mixed(*calls, plan.plans, plan.tickets, out, None, sm_aware=aware)
+            told = plan.plans, plan.tickets, out, None
+            launch_mixed(*calls, *told, sm_aware=aware, owners=plan.owner)
             error = float((out.float() - wanted[:, 0]).norm() / wanted.norm())
             assert error <= BOUND, f"error {error:.2e}, at most {BOUND}"
             for each in (plan.tickets, *(own.counters for own in plan.plans)):
@@ -294,6 +299,15 @@ DECODES: dict[str, Case] = {
         mla, 8, queries=8, page=16, kv_scale=0.02, dtype=torch.float16
     ),
     "mla, 24 heads, 5 queries": functools.partial(mla, 24, [70, 3, 37], queries=5),
+    "mla, tree": functools.partial(mla, queries=4, tree=True),
+    "mla, tree, fp8": functools.partial(mla, 8, queries=4, coded=True, tree=True),
+    "mla, tree, 8 queries, fp8, split": functools.partial(
+        mla, 16, [300, 9, 37], queries=8, coded=True, tree=True, workers=5
+    ),
+    "mla, tree, one scale, page 16": functools.partial(
+        mla, 4, queries=5, page=16, kv_scale=0.02, tree=True
+    ),
+    "gluon, tree": functools.partial(gluon, 24, lengths=[70, 6, 137], queries=5, tree=True),
     "mla, chosen": functools.partial(mla, chosen=True),
     "mla, chosen, fp8": functools.partial(mla, chosen=True, coded=True),
     "mla, 128 heads, chosen, fp8": functools.partial(mla, 128, [70, 37], chosen=True, coded=True),
@@ -313,6 +327,11 @@ DECODES: dict[str, Case] = {
     "gluon, many tiles": functools.partial(gluon, lengths=[500, 130], workers=1),
     "mixed": mixed_steps,
     "mixed, fp8": functools.partial(mixed_steps, FP8),
+    "mixed, ALiBi": functools.partial(mixed_steps, score_mod=alibi(torch.rand(8) / 50)),
+    "mixed, documents, fp8": functools.partial(mixed_steps, FP8, mask_mod=document(_IDS)),
+    "mixed, soft cap, documents": functools.partial(
+        mixed_steps, score_mod=soft_cap(2.0), mask_mod=document(_IDS)
+    ),
     "mixed, dim 512": functools.partial(mixed_steps, heads=Heads(16, 2, 512), launches=1),
     "mixed, one processor": functools.partial(
         *(mixed_steps, BF16, 1, False, (40, 20, 30), (5, 1, 3), Heads(32, 1, 128))

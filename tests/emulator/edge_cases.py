@@ -16,9 +16,13 @@ from vllm_door import few_processors, problem_of
 
 from pd_bench.kernels.decode_cases import coded_latents
 from pd_kernels.attention import (
+    MixedPlan,
     Mod,
+    merge_partials,
+    mixed_attention,
     mla_decode,
     paged_decode,
+    plan_mla_decode,
     plan_paged_decode,
     sparse_mla_decode,
 )
@@ -228,6 +232,131 @@ def _decoded(coded: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
+def _rows_by_hand(
+    given: Paged, counts: Sequence[int], hide: int | None, sinks: torch.Tensor | None, window: int
+) -> Result:
+    """Each sequence by itself, with its own number of queries; `given.q` `[tokens, heads, dim]`."""
+    found, first = [], 0
+    for row, count in enumerate(counts):
+        q = given.q[None, first : first + count]
+        own = Paged(
+            q, given.keys, given.values, given.table[row : row + 1], given.lengths[row : row + 1]
+        )
+        hidden = None if hide is None else (lambda place, row=row: place < hide * row)
+        found.append(paged_by_hand(own, hidden, sinks, window))
+        first += count
+    return tuple(torch.cat([each[n][0] for each in found]) for n in range(2))  # type: ignore[return-value]
+
+
+def ragged(
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    decodes: int = 0,
+    sinks: Sequence[float] | None = None,
+    hide: int | None = None,
+    window: int = 0,
+    strided: bool = False,
+    **shape: Any,
+) -> None:
+    """Sequences with unlike numbers of queries, none included: `mixed_attention` if there are `decodes`, else a nested q. `hide`:
+    tokens before this one times the sequence's number get a score of -inf. `strided`: queries and caches are views."""
+    torch.manual_seed(9)
+    given = paged_arguments(lengths, **shape)
+    q = torch.randn(sum(counts), *given.q.shape[2:]).bfloat16()
+    given = given._replace(q=q)
+    own = None if sinks is None else torch.tensor(sinks)
+    wanted = _rows_by_hand(given, counts, hide, own, window)
+    mod = None if hide is None else Mod.of(_hides_by_row, (hide,), _hides_by_row_reference)
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    with gpu(), few_processors():
+        q, keys, values, table, at = on_gpu(given)
+        if strided:  # heads first, and something between them
+            q = torch.cat((q, q), 1)[:, : q.shape[1]]
+            keys, values = (
+                torch.cat((each, each), 3)
+                .transpose(1, 2)
+                .contiguous()
+                .transpose(1, 2)[..., : each.shape[3]]
+                for each in (keys, values)
+            )
+        asked = {"score_mod": mod, "sinks": None if own is None else own.to("cuda")}
+        if decodes:
+            plan = MixedPlan.of(q, keys, table, at, starts, decodes, window, values)
+            found = mixed_attention(q, keys, values, plan, **asked)
+            same((found, torch.zeros(1)), (wanted[0], torch.zeros(1).double()))
+            return
+        offsets = torch.tensor(starts).to("cuda")
+        nested = torch.nested.nested_tensor_from_jagged(q, offsets, max_seqlen=max(counts))
+        told = nested, keys, values, table, at
+        out, lse = paged_decode(*told, **asked, window=window, return_lse=True)
+        same((out.values(), lse.values()), wanted)
+
+
+def _hides_by_row(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+    return tl.where(kv_idx < args[0] * b, float("-inf"), score)
+
+
+def _hides_by_row_reference(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+    return torch.where(kv_idx < args[0] * b, -torch.inf, score)
+
+
+def tree(
+    page: int, heads: int, coded: bool = False, kv_scale: float = 1.0, drafts: int = 4
+) -> None:
+    """Drafts of two branches over latents; a sequence of the drafts alone."""
+    torch.manual_seed(12)
+    lengths = (70, drafts, 129)
+    given = paged_arguments(lengths, 1, 1, 576, page=page)
+    latents = given.keys[:, :, 0]
+    cache = (latents / kv_scale).to(FP8) if kv_scale != 1.0 else latents
+    if coded:
+        cache = coded_latents(latents)
+    stored = (
+        _decoded(cache.flatten(0, 1)).view(latents.shape) if coded else cache.double() * kv_scale
+    )
+    parents = (0, 0, 0, 1, 2, 3, 3, 5)[:drafts]
+    seen = torch.eye(drafts, dtype=torch.bool)
+    for draft, parent in enumerate(parents[1:], 1):
+        seen[draft] |= seen[parent]
+    words = (seen * 2 ** torch.arange(drafts)).sum(1).int().repeat(len(lengths), 1)
+    q = torch.randn(len(lengths), drafts, heads, 576).bfloat16()
+    out = torch.zeros(len(lengths), drafts, heads, 512).double()
+    lse = torch.zeros(out.shape[:3]).double()
+    for row, length in enumerate(lengths):
+        place = torch.arange(length)
+        kv = stored[given.table[row, place // page].long(), place % page]
+        for draft in range(drafts):
+            own = kv[torch.cat((torch.ones(length - drafts).bool(), seen[draft]))]
+            values = own[None, :, :512].expand(heads, -1, -1)
+            out[row, draft], lse[row, draft] = softmaxed(
+                q[row, draft].double() @ own.T * 0.05, values, None
+            )
+    with gpu(), few_processors():
+        told = on_gpu((q, cache, given.table, given.lengths))
+        asked = {"scale": 0.05, "kv_scale": kv_scale, "return_lse": True, "tree": words.to("cuda")}
+        plan = plan_mla_decode(*told[:2]).fill(told[3])
+        for each in (None, plan, plan):  # the last takes the launch that the one before has left
+            same(mla_decode(*told, **asked, plan=each), (out, lse))
+
+
+def merged() -> None:
+    """Partials of shards of which some have a sink of inf, or none of the tokens."""
+    torch.manual_seed(13)
+    given = paged_arguments([70, 40, 0])
+    sinks = torch.tensor([0.5, -INF, INF, 1e4])
+    wanted = paged_by_hand(given, sinks=sinks)
+    with gpu(), few_processors():
+        q, keys, values, table, lengths = on_gpu(given)
+        first, rest = lengths.clamp(max=32), (lengths - 32).clamp(min=0)
+        told = {"causal": False, "return_partials": True}
+        own = sinks.to("cuda")
+        parts = [
+            paged_decode(q, keys, values, table, first, sinks=own, **told),
+            paged_decode(q, keys, values, table[:, 2:].contiguous(), rest, **told),
+        ]
+        same(merge_partials(*zip(*parts, strict=True)), wanted)
+
+
 def nothing() -> None:
     """Batches of no sequence, and sequences of no token, also with sinks."""
     with gpu(), few_processors():
@@ -315,6 +444,40 @@ EDGES: dict[str, Case] = {
             paged, [70, 2], heads=5, kv_heads=5, dim=96, page=1
         ),
         "nothing": nothing,
+        "ragged, none": functools.partial(ragged, [70, 33, 9, 0], [3, 0, 1, 0]),
+        "ragged, none, sinks, fp8, page 1": functools.partial(
+            ragged, [40, 33, 9], [0, 5, 2], sinks=[INF, -INF, 2.0, 0.0], page=1, cache=FP8
+        ),
+        "ragged, mod, window, strided": functools.partial(
+            ragged, [90, 70, 40], [2, 0, 4], hide=20, window=33, strided=True, page=1056
+        ),
+        "mixed, none": functools.partial(ragged, [70, 33, 50, 9], [1, 0, 0, 9], 2),
+        "mixed, mod, sinks, page 1": functools.partial(
+            ragged, [40, 33, 70], [1, 33, 50], 1, [INF, -INF, 2.0, 0.0], 20, page=1
+        ),
+        "mixed, window, strided, page 1056, 7 heads": functools.partial(
+            ragged,
+            [70, 9, 90],
+            [2, 1, 41],
+            2,
+            window=33,
+            heads=7,
+            kv_heads=1,
+            page=1056,
+            strided=True,
+        ),
+        "mixed, mod, fp8, 5 heads of 5, dim 80": functools.partial(
+            ragged, [40, 33, 70], [1, 1, 40], 2, None, 9, heads=5, kv_heads=5, dim=80, cache=FP8
+        ),
+        "mixed, mod, 128 heads": functools.partial(
+            ragged, [40, 20], [1, 3], 1, None, 15, heads=128, kv_heads=1, dim=32
+        ),
+        "tree, page 1": functools.partial(tree, 1, 5),
+        "tree, page 1056, 40 heads": functools.partial(tree, 1056, 40),
+        "tree, fp8, page 24": functools.partial(tree, 24, 6, coded=True),
+        "tree, one scale, 8 drafts": functools.partial(tree, 64, 12, kv_scale=0.02, drafts=8),
+        "tree, gluon": functools.partial(tree, 64, 24, drafts=7),
+        "merge": merged,
         "chosen": functools.partial(chosen, coded=False),
         "chosen, fp8": functools.partial(chosen, coded=True),
         "chosen, one scale, 40 heads": functools.partial(

@@ -39,6 +39,7 @@ class Served:
         latent: whether the cache holds latents.
         seen: CHAIN, LONG_CHAIN or TREE, if drafts are verified.
         stored: the dtype of the cache.
+        window: tokens of a branch that a query sees; 0 for all.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Served:
         latent: bool,
         seen: torch.Tensor | None,
         stored: torch.dtype = torch.bfloat16,
+        window: int = 0,
     ) -> None:
+        self.window = window
         self.seen, self.drafts = seen, 0 if seen is None else seen.shape[1]
         self.stored = stored
         modes: Any = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
@@ -66,7 +69,8 @@ class Served:
             self.caches = [self.pool.k_buffer[0], self.pool.v_buffer[0]]
         kv_heads = 1 if latent else KV_HEADS
         values = {"v_head_dim": LATENT} if latent else {}
-        self.layer = layers.RadixAttention(heads, self.width, 0.1, kv_heads, 0, **values)
+        own = {**values, "sliding_window_size": window - 1}
+        self.layer = layers.RadixAttention(heads, self.width, 0.1, kv_heads, 0, **own)
         self.req_to_token = torch.zeros(ROWS, ROOM, dtype=torch.int32, device=DEVICE)
         with mock.patch.object(backends, "get_spec", self._options):
             make = backends.MlaBackend if latent else backends.PagedBackend
@@ -143,6 +147,8 @@ class Served:
                 told = torch.ones(length - queries + place + 1, dtype=torch.bool)
                 if self.seen is not None:
                     told[counted:] = self.seen[row, place, : place + 1]
+                if self.window:
+                    told[told.nonzero()[: -self.window, 0]] = False
                 k, v = (each[: len(told)][told] for each in (keys, values))
                 one = attended(heads[place : place + 1], k, v, self.layer.scaling)
                 rows.append(one.flatten())
@@ -157,7 +163,10 @@ class Served:
         for n, room in enumerate(self.new[: len(self.caches)]):
             room.copy_(torch.cat([own[n][-queries:] for own, _ in kv]))
         if self.seen is TREE:
-            self.backend.verify_mask.buffer[: TREE.numel()].copy_(TREE.flatten())
+            buffer = self.backend.verify_mask.buffer
+            buffer[: TREE.numel()].copy_(TREE.flatten())
+            self.batch.spec_info.custom_mask = buffer
+            self.batch.spec_info.draft_token = self.batch.out_cache_loc
         return torch.stack(rows)
 
     def forward(self) -> torch.Tensor:
@@ -182,15 +191,17 @@ def eager(
     latent: bool = False,
     seen: torch.Tensor | None = None,
     stored: torch.dtype = torch.bfloat16,
+    window: int = 0,
 ) -> None:
     """A step that no graph replays."""
     with gpu(), few_processors():
-        served = Served(heads, latent, seen, stored)
+        served = Served(heads, latent, seen, stored, window)
         wanted = served.fill(STEPS[0])
         served.backend.init_forward_metadata(served.batch)
         _check(served.forward(), wanted)
         if seen is TREE:  # the control: each draft sees all before it
             served.backend.verify_mask.buffer.fill_(True)
+            served.backend.init_forward_metadata(served.batch)
             assert not _error(served.forward(), wanted) <= BOUND, "a tree needs no mask"
 
 
@@ -226,6 +237,10 @@ SGLANG: dict[str, Case] = {
         ("verify, mla, 8 drafts, fp8", eager, (16, True, LONG_CHAIN, FP8)),
         ("fp8", eager, (8, False, None, FP8)),
         ("verify, tree", eager, (8, False, TREE)),
+        ("verify, tree, window", eager, (8, False, TREE, torch.bfloat16, 20)),
+        ("verify, tree, mla", eager, (16, True, TREE)),
+        ("verify, tree, mla, fp8", eager, (8, True, TREE, FP8)),
+        ("graphs, tree, mla", replayed, (16, True, TREE)),
         ("graphs", replayed, ()),
         ("graphs, verify", replayed, (8, False, CHAIN)),
         ("graphs, tree", replayed, (8, False, TREE)),

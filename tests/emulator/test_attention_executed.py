@@ -8,6 +8,12 @@ SMALL = (
     *("swapped", "swapped, 32 lines"),
     *("paged, fp8", "paged, documents", "paged, 8 queries", "paged, jagged", "mla, 16 heads, fp8"),
     *("mla, chosen", "mla, chosen, fp8"),
+    *(
+        "mla, tree, fp8",
+        "mla, tree, one scale, page 16",
+        "gluon, tree",
+        "mixed, soft cap, documents",
+    ),
     *("mla, one scale, split", "mla, one scale, 40 heads, 2 queries"),
     *(
         "mla, 128 heads",
@@ -34,6 +40,12 @@ PEERS = (
 EDGES = (
     *("edges, sinks", "edges, scores of -inf, sinks, fp8", "edges, NaN in a key, fp8"),
     *("edges, lengths of 64 bits, 7 heads, dim 120", "edges, nothing", "edges, chosen"),
+    *(
+        "edges, mixed, mod, sinks, page 1",
+        "edges, ragged, none, sinks, fp8, page 1",
+        "edges, merge",
+    ),
+    *("edges, tree, page 1", "edges, tree, gluon"),
     *("mixed, dim 512", "edges, chosen, fp8", "edges, a million tokens, window", "edges, controls"),
 )
 

@@ -29,7 +29,7 @@ from pd_kernels.attention.decode_call import KernelConfig
 from pd_kernels.attention.decode_plan import DecodePlan, launch_plan
 from pd_kernels.attention.mixed import MixedPlan
 from pd_kernels.attention.mixed_kernel import PROGRAMS, launch_mixed
-from pd_kernels.attention.mods import alibi, document, soft_cap
+from pd_kernels.attention.mods import Mod, alibi, document, soft_cap
 from pd_kernels.attention.paged_call import COSTS
 from pd_kernels.attention.tile_mask import TileMask, launch_tile_mask
 from pd_kernels.attention.work_partition import RowShape
@@ -106,13 +106,14 @@ def loop_over_tiles(sass: str) -> str:
     return found
 
 
-def mixed_call(dtype: torch.dtype = BF16) -> Launched:
+def mixed_call(dtype: torch.dtype = BF16, **mods: Mod) -> Launched:
     cache = torch.zeros(4, 16, 8, 256).to(dtype)
     query, starts = torch.zeros(513, 32, 128, dtype=BF16), [0, 1, 513]
     table, lengths = torch.zeros(2, 64, dtype=torch.int32), torch.full((2,), 600)
     plan = MixedPlan.of(query, cache[..., :128], table, lengths, starts, 1)
-    prefill, decode = plan.calls(keys=cache[..., :128], values=cache[..., 128:])
-    launch_mixed(prefill, decode, plan.plans, plan.tickets, torch.zeros_like(query), None)
+    prefill, decode = plan.calls(keys=cache[..., :128], values=cache[..., 128:], **mods)
+    told = plan.plans, plan.tickets, torch.zeros_like(query), None
+    launch_mixed(prefill, decode, *told, owners=plan.owner)
     return Launched(prefill.config.tile * 2 * 128 * dtype.itemsize, PROGRAMS)
 
 
@@ -226,6 +227,20 @@ MORE: dict[str, Callable[[], Launched]] = {
     "mla, 16 heads, fp8, 2 queries": functools.partial(mla_call, 16, 2, coded=True),
     "mla, 16 heads, 8 queries": functools.partial(mla_call, 16, 8),
     "mla, 16 heads, 8 queries, fp8": functools.partial(mla_call, 16, 8, coded=True),
+    "mla, 16 heads, 4 queries, tree": functools.partial(mla_call, 16, 4, tree=True),
+    "mla, 128 heads, 4 queries, tree": functools.partial(mla_call, 128, 4, tree=True),
+    "mla, 8 heads, 4 queries, tree, fp8": functools.partial(mla_call, 8, 4, coded=True, tree=True),
+    "mla, 16 heads, 8 queries, tree, fp8": functools.partial(
+        mla_call, 16, 8, coded=True, tree=True
+    ),
+    "mla, 8 heads, 4 queries, tree, one scale": functools.partial(
+        mla_call, 8, 4, dtype=FP8, tree=True
+    ),
+    "mla, gluon, 4 queries": functools.partial(mla_call, 32, 4, gluon=True),
+    "mla, gluon, 4 queries, tree": functools.partial(mla_call, 32, 4, gluon=True, tree=True),
+    "mixed, soft cap": functools.partial(mixed_call, score_mod=soft_cap(30.0)),
+    "mixed, ALiBi, fp8": functools.partial(mixed_call, FP8, score_mod=alibi(SLOPES)),
+    "mixed, documents": functools.partial(mixed_call, mask_mod=document(IDS)),
     "mla, chosen": functools.partial(mla_call, 16, page=1),
     "mla, chosen, fp8": functools.partial(mla_call, 16, page=1, coded=True),
     "mla, 128 heads, chosen, fp8": functools.partial(mla_call, 128, page=1, coded=True),

@@ -158,6 +158,44 @@ def mla_batch(
     return batch
 
 
+TREE = torch.tensor(
+    [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 0, 1, 0, 1],
+    ]
+).bool()
+"""Whether a draft sees another: two branches of the first, with two drafts each."""
+
+
+def tree_words(seen: torch.Tensor, batch: int) -> torch.Tensor:
+    """The words of `mla_decode` for a batch in which each sequence has the same tree."""
+    words = [sum(1 << place for place, sees in enumerate(row) if sees) for row in seen.tolist()]
+    return torch.tensor([words] * batch, dtype=torch.int32)
+
+
+def latents_by_hand(batch: MlaCall, latents: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Each sequence by itself, with torch's attention in float32: the last queries see what `seen` says of each other.
+    `latents`: the cache, decoded, float32."""
+    rows, (drafts, heads) = [], batch.query.shape[1:3]
+    for query, pages, length in zip(batch.query, batch.table, batch.lengths.tolist(), strict=True):
+        page = latents.shape[1]
+        tokens = [latents[pages[place // page], place % page] for place in range(length)]
+        keys = torch.stack(tokens) if tokens else torch.zeros(0, 576)
+        first = length - drafts
+        mask = torch.ones(drafts, length, dtype=torch.bool)
+        for row in range(drafts):
+            for place in range(max(0, first), length):
+                mask[row, place] = seen[row, place - first]
+        every = keys.expand(heads, -1, -1)
+        told = query.float().transpose(0, 1), every, every[..., :512], mask
+        attend = torch.nn.functional.scaled_dot_product_attention
+        rows.append(attend(*told, scale=batch.scale).transpose(0, 1).nan_to_num())
+    return torch.stack(rows)
+
+
 def flash_mla_codes(latents: torch.Tensor) -> torch.Tensor:
     """bfloat16 `[..., 576]` in FlashMLA's FP8 layout, uint8 `[..., 656]`; NaN stays NaN."""
     groups = latents[..., :512].float().unflatten(-1, (4, 128))

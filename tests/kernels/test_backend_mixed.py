@@ -30,6 +30,8 @@ MIXING = {
     "sinks": Shape(sinks=True),
     "bfloat16": Shape(dtype=torch.bfloat16),
     "an FP8 cache": Shape(cache_dtype="fp8"),
+    "a soft cap": Shape(soft_cap=5.0),
+    "ALiBi": Shape(alibi=True),
 }
 
 
@@ -62,10 +64,8 @@ def test_prefill_chunks_and_decodes_in_one_launch_give_the_same(
         (Shape(), MIXED, False),
         (Shape(), DECODES, True),
         (Shape(), PREFILLS, True),
-        (Shape(soft_cap=5.0), MIXED, True),
-        (Shape(alibi=True), MIXED, True),
     ],
-    ids=["not chosen", "decodes alone", "prefills alone", "a soft cap", "ALiBi"],
+    ids=["not chosen", "decodes alone", "prefills alone"],
 )
 def test_steps_that_are_not_for_one_launch_are_cut_in_two(
     shape: Shape, requests: Any, chosen: bool

@@ -3,11 +3,20 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import decode_interpreted
 import pytest
 import torch
-from decode_batches import by_kernel, by_reference, error, mla_batch
+from decode_batches import (
+    TREE,
+    by_kernel,
+    by_reference,
+    error,
+    latents_by_hand,
+    mla_batch,
+    tree_words,
+)
 
 from pd_kernels.attention import mla_decode, plan_mla_decode
 from pd_kernels.attention.mla_call import MlaCall
@@ -71,6 +80,59 @@ def test_fp8_with_one_scale(heads: int, queries: int, page: int, dtype: torch.dt
 
 def test_queries_see_later_tokens_where_they_may() -> None:
     check(mla_batch([150, 3], queries=4, causal=False))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "heads", "page", "others"),
+    [
+        (5, 16, 64, {}),
+        (3, 4, 16, {}),
+        (3, 8, 64, {"coded": True}),
+        (5, 16, 64, {"coded": True}),
+        (4, 8, 80, {"kv_scale": 0.02}),
+        (5, 40, 1, {"dtype": torch.float16}),
+    ],
+    ids=["plain", "few lines", "codes", "codes, many lines", "one scale", "pages of one token"],
+)
+def test_drafts_of_a_tree_see_their_own_branch(
+    drafts: int, heads: int, page: int, others: dict[str, Any]
+) -> None:
+    """Against torch's attention; with the mask of a chain the answer is another."""
+    seen = TREE[:drafts, :drafts]
+    batch = mla_batch([130, 67, drafts], heads, page, drafts, **others)
+    batch = dataclasses.replace(batch, tree=tree_words(seen, 3))
+    batch.check()
+    if batch.coded:
+        latents = decoded_latents(batch.cache)
+    else:
+        latents = batch.cache.float() * batch.kv_scale
+    wanted = latents_by_hand(batch, latents, seen)
+    reference, sums = by_reference(batch)
+    assert torch.allclose(reference, wanted, atol=2e-5)
+    found, lse = by_kernel(batch, 3)
+    assert error(found, wanted) <= BOUND
+    assert torch.allclose(lse, sums, atol=4e-3)
+    chain, _ = by_kernel(dataclasses.replace(batch, tree=None), 3)
+    assert error(chain, wanted) > 10 * BOUND
+
+
+def test_a_chain_of_words_is_causality() -> None:
+    batch = mla_batch([130, 2, 0], queries=4)
+    chain = dataclasses.replace(batch, tree=tree_words(torch.ones(4, 4).tril().bool(), 3))
+    for found, wanted in zip(by_kernel(chain, 3), by_kernel(batch, 3), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_tree_that_does_not_belong_to_the_queries_is_refused() -> None:
+    batch = mla_batch([90, 200], queries=3)
+    given, words = (batch.query, batch.cache, batch.table, batch.lengths), tree_words(TREE, 2)
+    out = mla_decode(*given, scale=1.0, tree=words[:, :3].contiguous())
+    assert out.shape == (2, 3, 16, 512)
+    for tree in (words, words[:, :3], words[:, :3].long(), words[0, :3]):
+        with pytest.raises(ValueError, match=r"tree of .*: must be dense int32 \[2, 3\]"):
+            mla_decode(*given, scale=1.0, tree=tree)
+    with pytest.raises(ValueError, match="tree with causal=False: must be causal"):
+        mla_decode(*given, scale=1.0, tree=words[:, :3].contiguous(), causal=False)
 
 
 def test_any_number_of_workers_gives_the_same() -> None:

@@ -84,6 +84,38 @@ def test_the_error_is_a_rounding_error(merge: Merge, shards: int, rows: int, dim
     assert distance(found.lse, wanted.lse) <= ERROR
 
 
+INF, NAN = float("inf"), float("nan")
+
+
+@ways
+@pytest.mark.parametrize(
+    ("lses", "wanted", "lse"),
+    [
+        ((INF, 2.0), 0.0, INF),
+        ((2.0, INF, 5.0), 0.0, INF),
+        ((INF, INF), 0.0, INF),
+        ((INF, EMPTY), 0.0, INF),
+        ((EMPTY, EMPTY), 0.0, EMPTY),
+        ((EMPTY, 2.0), 1.0, 2.0),
+        ((3e38, 2.0), 1.0, 3e38),
+        ((-3e38, EMPTY), 1.0, -3e38),
+        ((NAN, 2.0), NAN, NAN),
+        ((NAN, INF), NAN, NAN),
+        ((EMPTY, NAN), NAN, NAN),
+    ],
+)
+def test_sums_that_are_not_finite(
+    merge: Merge, lses: tuple[float, ...], wanted: float, lse: float
+) -> None:
+    """A shard with a sink of inf has a result of 0 and a sum of inf, and takes all. The `out` of an empty shard is not read."""
+    outs = torch.ones(len(lses), 1, 8)
+    for shard, own in enumerate(lses):
+        outs[shard] = {INF: 0.0, EMPTY: NAN}.get(own, 1.0)
+    found = merge(outs, torch.tensor(lses)[:, None])
+    torch.testing.assert_close(found.out, torch.full((1, 8), wanted), equal_nan=True)
+    torch.testing.assert_close(found.lse, torch.tensor([lse]), equal_nan=True)
+
+
 @ways
 def test_an_empty_shard_changes_nothing_whatever_lies_in_it(merge: Merge) -> None:
     outs, lses = random_partials(3, 10, 64)

@@ -2,6 +2,7 @@
 """Prefill chunks and decodes in one launch: the kernel, interpreted, against attention in
 float32."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 import triton.language as tl
 from decode_batches import FP8, error, paged_batch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from pd_kernels.attention import MixedPlan, mixed, mixed_attention
+from pd_kernels.attention import MixedPlan, Mod, mixed, mixed_attention, soft_cap
 from pd_kernels.attention.mixed_kernel import claim, launch_mixed, leave
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.reference import reference_paged_decode
@@ -58,7 +60,8 @@ def check(plan: MixedPlan, layer: dict[str, Any]) -> None:
     for _ in range(2):
         out, lse = torch.full(wanted.shape, 7.0), torch.full(sums.shape, 7.0)
         prefill, decode = plan.calls(**layer)
-        launch_mixed(prefill, decode, plan.plans, plan.tickets, out, lse, sm_aware=False)
+        told = plan.plans, plan.tickets, out, lse
+        launch_mixed(prefill, decode, *told, sm_aware=False, owners=plan.owner)
         assert not plan.tickets.any()
         assert not any(each.counters.any() for each in plan.plans)
         assert error(out, wanted) <= BOUND
@@ -88,6 +91,82 @@ def check(plan: MixedPlan, layer: dict[str, Any]) -> None:
 )
 def test_both_kinds_equal_the_reference(others: dict[str, Any]) -> None:
     check(*step({300: 1, 40: 3}, {150: 70, 33: 33}, **others))
+
+
+def _tilted(score, b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+    return score - args[0] * (b + 1) * (h + 1) * (q_idx - kv_idx)
+
+
+def _striped(b, h, q_idx, kv_idx, args):  # type: ignore[no-untyped-def]
+    return ((q_idx - kv_idx) % (b + args[0]) == 0) | (kv_idx + h + 3 > q_idx)
+
+
+TILTED, STRIPED = Mod.of(_tilted, (0.003,)), Mod.of(_striped, (2,))
+MODS = {
+    "score": {"score_mod": TILTED},
+    "mask": {"mask_mod": STRIPED},
+    "both": {"score_mod": TILTED, "mask_mod": STRIPED},
+    "soft cap": {"score_mod": soft_cap(3.0)},
+    "soft cap and mask": {"score_mod": soft_cap(3.0), "mask_mod": STRIPED},
+}
+
+
+def by_flex_attention(plan: MixedPlan, layer: dict[str, Any], window: int = 0) -> torch.Tensor:
+    """Each sequence by itself, with torch's FlexAttention in float32: its score mods have five arguments, of which the index of
+    the query counts from the chunk's first token."""
+    call, rows = plan.whole(**layer), []
+    score, mask = call.score_mod, call.mask_mod
+    for number, length in enumerate(call.lengths.tolist()):
+        q = call.query[call.own_queries(number)][:, 0].float()
+        first, page = length - len(q), call.keys.shape[1]
+        where = torch.arange(length)
+        where = call.table[number, where // page].long(), where % page
+        k, v = (each[where].float() for each in (call.keys, call.values))
+        k, v = k * call.key_scale, v * call.value_scale
+
+        def own_score(s, b, h, q_idx, kv_idx, number=number, first=first):  # type: ignore[no-untyped-def]
+            own = torch.tensor(number)
+            return score.reference(s, own, h, q_idx + first, kv_idx, score.args) if score else s
+
+        def own_mask(b, h, q_idx, kv_idx, number=number, first=first):  # type: ignore[no-untyped-def]
+            seen = kv_idx <= q_idx + first
+            seen = seen & (kv_idx > q_idx + first - window) if window else seen
+            own = torch.tensor(number), h, q_idx + first, kv_idx
+            return seen & mask.reference(*own, mask.args) if mask else seen
+
+        block = create_block_mask(own_mask, None, q.shape[1], len(q), length, device="cpu")
+        told = (each.transpose(0, 1)[None] for each in (q, k, v))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it asks to be compiled
+            row = flex_attention(
+                *told, own_score, block_mask=block, scale=call.scale, enable_gqa=True
+            )
+        rows.append(row[0].transpose(0, 1))
+    return torch.cat(rows)[:, None]
+
+
+@pytest.mark.parametrize("mods", MODS.values(), ids=list(MODS))
+@pytest.mark.parametrize(
+    "others", [{}, {"cache": FP8}, {"window": 40}], ids=["plain", "fp8", "window"]
+)
+def test_mods_are_those_of_flex_attention(mods: dict[str, Mod], others: dict[str, Any]) -> None:
+    """A chunk of several parts is one sequence for a mod, the third and the fourth of the step."""
+    plan, layer = step({130: 1, 40: 3}, {150: 70, 33: 33}, **others)
+    layer |= mods
+    wanted = by_flex_attention(plan, layer, others.get("window", 0))
+    assert error(by_reference(plan.whole(**layer))[0], wanted) <= 1e-5
+    check(plan, layer)
+
+
+def test_parts_that_are_taken_for_sequences_are_noticed() -> None:
+    plan, layer = step({130: 1, 40: 3}, {150: 70, 33: 33})
+    layer |= MODS["both"]
+    wanted = by_flex_attention(plan, layer)
+    for owners, right in ((plan.owner, True), (torch.arange(len(plan.owner)), False)):
+        out = torch.full(wanted.shape, 7.0)
+        told = plan.plans, plan.tickets, out, None
+        launch_mixed(*plan.calls(**layer), *told, sm_aware=False, owners=owners)
+        assert (error(out, wanted) <= BOUND) == right
 
 
 def test_several_of_each_kind() -> None:
@@ -121,10 +200,11 @@ claims = decode_interpreted.InterpretedFunction(_claims)
 
 def test_on_a_cpu_the_reference_answers() -> None:
     plan, layer = step({300: 1}, {150: 70})
-    query = layer["query"][:, 0]
-    out = mixed_attention(query, layer["keys"], layer["values"], plan, scale=layer["scale"])
-    wanted, _ = by_reference(plan.whole(**layer))
-    assert torch.equal(out, wanted[:, 0].to(out.dtype))
+    for mods in ({}, MODS["both"]):
+        told = layer["query"][:, 0], layer["keys"], layer["values"], plan
+        out = mixed_attention(*told, scale=layer["scale"], **mods)
+        wanted, _ = by_reference(plan.whole(**layer, **mods))
+        assert torch.equal(out, wanted[:, 0].to(out.dtype))
 
 
 def test_what_the_plan_was_not_made_for_is_refused() -> None:
@@ -136,6 +216,8 @@ def test_what_the_plan_was_not_made_for_is_refused() -> None:
         mixed_attention(
             query, *caches, plan, out=query.transpose(0, 1).contiguous().transpose(0, 1)
         )
+    with pytest.raises(ValueError, match="score_mod: its function must have the parameters"):
+        mixed_attention(query, *caches, plan, score_mod=STRIPED)
     with pytest.raises(ValueError, match="plan for"):
         mixed_attention(query.repeat(1, 4, 1), *caches, plan)
 

@@ -5,12 +5,21 @@ written out in float32. It has not run on a GPU."""
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import decode_interpreted
 import pytest
 import torch
-from decode_batches import by_kernel, by_reference, error, mla_batch
+from decode_batches import (
+    TREE,
+    by_kernel,
+    by_reference,
+    error,
+    latents_by_hand,
+    mla_batch,
+    tree_words,
+)
 
 # isort: split
 from gluon_emulator import DeadlockError, UnfencedError, emulate
@@ -76,6 +85,16 @@ def test_it_attends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, workers = BATCHES[name]
     launched_by(monkeypatch, 100)
     check(mla_batch(**given), workers)
+
+
+def test_drafts_of_a_tree_see_their_own_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against torch's attention; with the mask of a chain the answer is another."""
+    launched_by(monkeypatch, 100)
+    batch = replace(mla_batch([200, 66], heads=24, queries=5), tree=tree_words(TREE, 2))
+    check(batch, 1)
+    wanted = latents_by_hand(batch, batch.cache.float(), TREE)
+    assert error(by_kernel(batch, 1)[0], wanted) <= BOUND
+    assert error(by_kernel(replace(batch, tree=None), 1)[0], wanted) > 10 * BOUND
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -315,13 +315,14 @@ def test_sinks_beside_latents_are_named_at_start() -> None:
         ({"logit_cap": 30.0}, "a soft cap of 30 with MLA"),
         ({"is_cross_attention": True}, "only decoders"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "only decoders"),
+        ({"use_irope": True}, "attention in chunks of 8192 tokens"),
     ],
 )
 def test_what_mla_decode_has_not_is_named_at_start(options: dict[str, Any], named: str) -> None:
     """As the windows of dots3-note, which were left out: its layers saw all tokens."""
     step = Step(16)
     with pytest.raises(NotImplementedError, match=named):
-        MlaBackend(step.runner(latents(step), layer(), layer(**options)))
+        MlaBackend(step.runner(latents(step), layer(), layer(**options), attention_chunk_size=8192))
 
 
 def test_latents_that_are_divided_by_scales_are_named() -> None:

@@ -18,7 +18,11 @@ executed = importlib.import_module("executed").executed
 
 SMALL = (
     *("sglang, mla", "sglang, graphs", "sglang, verify, tree"),
-    "sglang, verify, mla, 8 drafts, fp8",
+    *(
+        "sglang, verify, mla, 8 drafts, fp8",
+        "sglang, verify, tree, window",
+        "sglang, graphs, tree, mla",
+    ),
 )
 """A graph is wrong without a step's tables, and right with them. `python -m tests.emulator sglang` executes all."""
 

@@ -51,6 +51,17 @@ def tree(parents: tuple[int, ...] = PARENTS) -> torch.Tensor:
     return seen
 
 
+def near(seen: torch.Tensor, length: int, window: int) -> torch.Tensor:
+    """Whether a draft sees a token, `[drafts, length]`: what a chain of its branch would see with this window.
+    `length` tokens, the drafts included."""
+    first = length - len(seen)
+    told = torch.zeros(len(seen), length, dtype=torch.bool)
+    for draft, row in enumerate(seen):
+        branch = [*range(first), *(first + place for place in row.nonzero()[:, 0].tolist())]
+        told[draft, branch[-window:]] = True
+    return told
+
+
 def options(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(
         **{
@@ -101,13 +112,18 @@ class Verified(Step):
         return self.seen.repeat(len(LENGTHS), 1, 1).flatten()
 
     def wanted(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        window: int = 1_000,
+        **how: Any,
     ) -> torch.Tensor:
         """Each request by itself, `[tokens, heads, dim]`."""
         rows = []
         for one, slots in zip(query.unflatten(0, (-1, DRAFTS)), self.slots, strict=True):
-            before = torch.ones(DRAFTS, len(slots) - DRAFTS, dtype=torch.bool)
-            told = {"attn_mask": torch.cat([before, self.seen], 1), "enable_gqa": True, **how}
+            mask = near(self.seen, len(slots), window)
+            told = {"attn_mask": mask, "enable_gqa": True, **how}
             k, v = (cache[slots].transpose(0, 1)[None] for cache in (keys, values))
             row = scaled_dot_product_attention(one.transpose(0, 1)[None], k, v, **told)
             rows.append(row[0].transpose(0, 1))
@@ -208,6 +224,56 @@ def test_drafts_of_a_tree_see_their_ancestors(speculating: Any, graphs: bool) ->
     assert not torch.allclose(backend.forward(*given), wanted, **CLOSE)
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("window", [2, 3, 20, 64])
+def test_a_window_over_a_tree_counts_the_tokens_of_a_drafts_branch(
+    speculating: Any, window: int, graphs: bool
+) -> None:
+    """As SGLang's FA3 backend counts them. Windows are sometimes shorter than a branch."""
+    speculating(speculative_eagle_topk=2)
+    step, ours = Verified(16, tree()), layer(sliding_window_size=window - 1)
+    pool = keys_and_values(step)
+    backend = PagedBackend(runner(step, pool, ours))
+    backend.init_cuda_graph_state(len(LENGTHS), len(LENGTHS) * DRAFTS)
+    query = torch.randn(len(LENGTHS) * DRAFTS, HEADS * DIM)
+    given = query, None, None, ours, step.batch, False
+    mask = backend.verify_mask
+    assert mask is not None
+    step.batch.spec_info.custom_mask = mask.buffer
+    begin = backend.init_forward_metadata_out_graph if graphs else backend.init_forward_metadata
+    caches = pool.k_buffer[0], pool.v_buffer[0]
+    wanted = step.wanted(query.view(-1, HEADS, DIM), *caches, window=window).flatten(1)
+    mask.buffer[: len(step.mask())] = step.mask()
+    begin(step.batch)
+    torch.testing.assert_close(backend.forward(*given), wanted, **CLOSE)
+    mask.buffer.fill_(True)  # the control: each draft sees all of the window
+    begin(step.batch)
+    assert not torch.allclose(backend.forward(*given), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_latents_of_a_tree_are_verified(speculating: Any, page_size: int, graphs: bool) -> None:
+    speculating(speculative_eagle_topk=2)
+    step, heads = Verified(page_size, tree()), 4
+    ours = RadixAttention(heads, LATENT + ROPE, 192**-0.5, 1, 0, v_head_dim=LATENT)
+    pool = latents(step)
+    backend = MlaBackend(runner(step, pool, ours))
+    backend.init_cuda_graph_state(len(LENGTHS), len(LENGTHS) * DRAFTS)
+    query = torch.randn(len(LENGTHS) * DRAFTS, heads * (LATENT + ROPE))
+    step.batch.spec_info.custom_mask = step.mask()
+    begin = backend.init_forward_metadata_out_graph if graphs else backend.init_forward_metadata
+    cache = pool.get_key_buffer(0)
+    shaped = query.view(-1, heads, LATENT + ROPE)
+    wanted = step.wanted(shaped, cache, cache[..., :LATENT], scale=192**-0.5).flatten(1)
+    given = query, None, None, ours, step.batch, False
+    begin(step.batch)
+    torch.testing.assert_close(backend.forward(*given), wanted, rtol=1e-4, atol=1e-4)
+    step.batch.spec_info.custom_mask = CHAIN.repeat(len(LENGTHS), 1, 1).flatten()  # the control
+    begin(step.batch)
+    assert not torch.allclose(backend.forward(*given), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_trees_mask_in_another_buffer_is_taken_and_one_of_another_form_is_not(
     speculating: Any,
 ) -> None:
@@ -302,10 +368,6 @@ def test_trees_that_are_not_for_us_are_named(speculating: Any) -> None:
     speculating(speculative_eagle_topk=2)
     step = Step(16)
     pool = keys_and_values(step)
-    with pytest.raises(NotImplementedError, match="--speculative-eagle-topk 2: must be 1 with MLA"):
-        PagedBackend(runner(step, pool, layer(sliding_window_size=20)))
-    with pytest.raises(NotImplementedError, match="--speculative-eagle-topk 2: must be 1 with MLA"):
-        MlaBackend(runner(step, latents(step)))
     with pytest.raises(NotImplementedError, match="with --speculative-draft-attention-backend"):
         PagedBackend(runner(step, pool, layer(), draft=True))
 

@@ -4,7 +4,8 @@
 
 A partial is the result of attention over one shard: `out`, float32, normalised by the shard's own
 sum, and `lse`, float32, the natural logarithm of that sum. For an empty shard, `lse` is -inf and
-`out` may be anything. Up to rounding, the merged result is that of attention over the whole
+`out` may be anything. For a shard with a sink of inf, `lse` is inf and `out` 0; it takes the place of
+all others. Up to rounding, the merged result is that of attention over the whole
 sequence (Infinite-LLM, Lin et al. 2024, section 4).
 """
 
@@ -49,7 +50,8 @@ def merge_partials(
             default.
 
     Returns:
-        `out`, and float32 `lse`, `[...]`, of the whole. If all shards are empty: 0 and -inf.
+        `out`, and float32 `lse`, `[...]`, of the whole. If all shards are empty: 0 and -inf. If the `lse` of a shard is inf:
+        the `out` of such shards alone, and inf.
 
     Raises:
         ValueError: shapes or dtypes contradict each other.
@@ -107,7 +109,9 @@ def _(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> torch.Tensor
 def reference_merge(outs: torch.Tensor, lses: torch.Tensor) -> Partials:
     """Compute `merge_partials` in plain torch."""
     largest = lses.amax(0)
-    weights = (lses - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    # The difference of two infinities would be NaN.
+    weights = torch.where(lses == largest, 1.0, (lses - largest).exp())
     total = weights.sum(0)
     used = outs.masked_fill((weights == 0).unsqueeze(-1), 0.0)
     summed = (used * weights.unsqueeze(-1)).sum(0)
@@ -177,7 +181,8 @@ def _merge(
     place = row[:, None] * DIM + column[None, :]
     for shard in tl.static_range(SHARDS):
         shard_lse = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
-        weight = tl.exp(shard_lse - largest)
+        # The difference of two infinities would be NaN.
+        weight = tl.where(shard_lse == largest, 1.0, tl.exp(shard_lse - largest))
         mask = (inside & (weight != 0.0))[:, None] & (column < DIM)[None, :]
         partial = tl.load(outs + shard * between + place, mask=mask, other=0.0)
         summed += partial * weight[:, None]

@@ -10,6 +10,7 @@ import torch
 from pd_kernels.attention.decode_call import MAX_HEIGHT
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
 from pd_kernels.attention.mixed_kernel import launch_mixed, make_tickets
+from pd_kernels.attention.mods import Mod, check_mods
 from pd_kernels.attention.operators import DecodeOutputs, check_call
 from pd_kernels.attention.paged_call import CacheScales, PagedCall, Scale
 from pd_kernels.attention.reference import reference_paged_decode
@@ -176,6 +177,8 @@ def mixed_attention(
     scale: float | None = None,
     k_scale: Scale = 1.0,
     v_scale: Scale = 1.0,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -185,6 +188,7 @@ def mixed_attention(
         q: bfloat16 or float16 `[tokens, heads, dim]`, as the plan was made for.
         k_cache, v_cache, scale, k_scale, v_scale, sinks: as in `paged_decode`. Queries are the last tokens
             of their sequence, whose KV is in the cache, and see no later tokens.
+        score_mod, mask_mod: as in `paged_decode`; `b` is the sequence's number in the step. All tiles are read.
         plan: the step's plan, which all layers share.
         out: dense, shaped like q with V's dim; written and returned.
 
@@ -210,6 +214,7 @@ def mixed_attention(
     """
     if len(q) < plan.tokens:
         raise ValueError(f"q of {len(q)} tokens: the plan was made for {plan.tokens}")
+    check_mods(score_mod, mask_mod)
     scales = CacheScales.of(k_scale, v_scale)
     out = DecodeOutputs.of(q, v_cache.shape[-1], out, return_lse=False, return_partials=False).out
     layer = {
@@ -221,6 +226,8 @@ def mixed_attention(
         "value_scale": scales.value,
         "head_scales": scales.heads,
         "sinks": sinks,
+        "score_mod": score_mod,
+        "mask_mod": mask_mod,
     }
     prefill, decode = plan.calls(**layer)
     for call, own in zip((prefill, decode), plan.plans, strict=True):
@@ -229,5 +236,5 @@ def mixed_attention(
         reference_paged_decode(plan.whole(**layer), out.unsqueeze(1), None)
         return out
     with torch.cuda.device(q.device):
-        launch_mixed(prefill, decode, plan.plans, plan.tickets, out, None)
+        launch_mixed(prefill, decode, plan.plans, plan.tickets, out, None, owners=plan.owner)
     return out

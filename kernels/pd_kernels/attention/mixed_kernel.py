@@ -18,9 +18,8 @@ from triton.language.extra.cuda import smid
 
 from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
 from pd_kernels.attention.launch import head_scales_of, sinks_of
-from pd_kernels.attention.online_softmax import LOG2E
 from pd_kernels.attention.paged_call import PagedCall
-from pd_kernels.attention.paged_kernel import attend_range, loop_of
+from pd_kernels.attention.paged_kernel import attend_range, loop_of, score_factor
 from pd_kernels.attention.split_merge import MAX_POLLS, merge_split_rows, own_place
 
 PROGRAMS = 2
@@ -64,18 +63,18 @@ def leave(tickets, programs, processors):
 @triton.jit
 def _work(
     number, query, keys, values, batch, target, ranges, scratch, workers, query_stride,
-    table_stride, scale, value_scale, head_scales, max_polls, SHAPE: tl.constexpr, PARTS: tl.constexpr,
+    table_stride, scale, value_scale, head_scales, max_polls, mods, SHAPE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, KEY_DIM: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CAUSAL: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    ATTEND: tl.constexpr, STAGES: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, ATTEND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Do what a program of one kind does: `paged_attention` without mods."""
-    table, lengths = batch
+    """Do what a program of one kind does, as `paged_attention`."""
+    table, lengths, owners = batch
     worker, block, work_range, own = own_place(scratch, ranges, workers, number, SHAPE)
     attend_range(
-        query, keys, values, table, lengths, target, own, (lengths, lengths), (), (), work_range,
-        worker, block, query_stride, table_stride, 0, scale, value_scale, head_scales, SHAPE, BLOCK, KEY_DIM,
-        PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, None, None, False, ATTEND, STAGES,
+        query, keys, values, table, lengths, target, own, (lengths, lengths), mods[0], mods[1], work_range,
+        worker, block, query_stride, table_stride, 0, scale, value_scale, head_scales, owners, SHAPE, BLOCK, KEY_DIM,
+        PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, SCORE_MOD, MASK_MOD, False, ATTEND, STAGES,
     )  # fmt: skip
     merge_split_rows(own, target, work_range, worker, block, max_polls, SHAPE, PARTS)
 
@@ -91,29 +90,31 @@ def mixed_programs(
     query, keys, values, tickets, processors, prefill, prefill_target, prefill_ranges,
     prefill_scratch, prefill_programs, prefill_workers, prefill_table_stride, decode,
     decode_target, decode_ranges, decode_scratch, decode_programs, decode_workers,
-    decode_table_stride, query_stride, scale, value_scale, head_scales, max_polls,
+    decode_table_stride, query_stride, scale, value_scale, head_scales, max_polls, mods,
     PREFILL_SHAPE: tl.constexpr, PREFILL_PARTS: tl.constexpr, PREFILL_TILE: tl.constexpr,
     PREFILL_ATTEND: tl.constexpr, PREFILL_STAGES: tl.constexpr, DECODE_SHAPE: tl.constexpr,
     DECODE_PARTS: tl.constexpr, DECODE_TILE: tl.constexpr, DECODE_ATTEND: tl.constexpr,
     DECODE_STAGES: tl.constexpr, BLOCK: tl.constexpr, KEY_DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SM_AWARE: tl.constexpr,
+    WINDOW: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr, SM_AWARE: tl.constexpr,
 ):  # fmt: skip
     """Each program is a prefill or a decode program, see `claim`. `prefill` and `decode` are their
-    block tables and lengths; the other arguments are as in `paged_attention`."""
+    block tables, lengths and `owners`; `mods` are the mods' own arguments. The other arguments are as in
+    `paged_attention`."""
     decodes, number = claim(tickets, prefill_programs, decode_programs, processors, SM_AWARE)
     if decodes == 0:
         _work(
             number, query, keys, values, prefill, prefill_target, prefill_ranges, prefill_scratch,
-            prefill_workers, query_stride, prefill_table_stride, scale, value_scale, head_scales, max_polls,
+            prefill_workers, query_stride, prefill_table_stride, scale, value_scale, head_scales, max_polls, mods,
             PREFILL_SHAPE, PREFILL_PARTS, BLOCK, KEY_DIM, PAGE, PREFILL_TILE, WINDOW, True, QUERY, KEY,
-            VALUE, PREFILL_ATTEND, PREFILL_STAGES,
+            VALUE, SCORE_MOD, MASK_MOD, PREFILL_ATTEND, PREFILL_STAGES,
         )  # fmt: skip
     else:
         _work(
             number, query, keys, values, decode, decode_target, decode_ranges, decode_scratch,
-            decode_workers, query_stride, decode_table_stride, scale, value_scale, head_scales, max_polls,
+            decode_workers, query_stride, decode_table_stride, scale, value_scale, head_scales, max_polls, mods,
             DECODE_SHAPE, DECODE_PARTS, BLOCK, KEY_DIM, PAGE, DECODE_TILE, WINDOW, True, QUERY, KEY, VALUE,
-            DECODE_ATTEND, DECODE_STAGES,
+            SCORE_MOD, MASK_MOD, DECODE_ATTEND, DECODE_STAGES,
         )  # fmt: skip
     leave(tickets, prefill_programs + decode_programs, processors)
 
@@ -126,6 +127,7 @@ def launch_mixed(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     sm_aware: bool = True,
+    owners: torch.Tensor | None = None,
 ) -> None:
     """Run both calls in one launch.
 
@@ -134,16 +136,20 @@ def launch_mixed(
         plans: their filled plans.
         tickets: zeros, int32 `[multiprocessors + 3]`.
         out, lse: as `launch` takes them.
+        owners: with mods, int64, the sequence to which each part of a prefill belongs.
         sm_aware: if False, programs take turns by their numbers, wherever they run.
     """
     own: dict[str, Any] = {}
     programs = 0
+    score, mask = prefill.score_mod, prefill.mask_mod
+    modded = score is not None or mask is not None
+    assert owners is not None or not modded
     for name, call, plan in (("prefill", prefill, plans[0]), ("decode", decode, plans[1])):
         config = call.config
         count = plan.workers * call.paired
         programs += count
         own |= {
-            name: (call.table, call.lengths),
+            name: (call.table, call.lengths, owners if name == "prefill" and modded else None),
             f"{name}_target": (out, out if lse is None else lse, call.starts, sinks_of(call)),
             f"{name}_ranges": plan.ranges,
             f"{name}_scratch": (plan.counters, plan.partials, plan.weights),
@@ -165,10 +171,13 @@ def launch_mixed(
         tickets=tickets,
         processors=len(tickets) - 3,
         query_stride=prefill.query_strides[0],
-        scale=prefill.scale * prefill.key_scale * LOG2E,
+        scale=score_factor(prefill.scale, prefill.key_scale, score),
         value_scale=prefill.value_scale,
         head_scales=head_scales_of(prefill),
         max_polls=MAX_POLLS,
+        mods=(score.args if score else (), mask.args if mask else ()),
+        SCORE_MOD=score.kernel if score else None,
+        MASK_MOD=mask.kernel if mask else None,
         BLOCK=triton.next_power_of_2(prefill.key_width),
         KEY_DIM=prefill.key_width,
         PAGE=prefill.keys.shape[1],

@@ -25,6 +25,7 @@ def mla_decode(
     scale: float,
     kv_scale: float = 1.0,
     causal: bool = True,
+    tree: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     return_partials: bool = False,
@@ -49,6 +50,8 @@ def mla_decode(
         kv_scale: the scale of a float8_e4m3fn cache, by which stored values are multiplied.
         causal: queries see no later tokens. Pass False if the latents do not hold the queries' own
             tokens.
+        tree: int32 `[batch, queries]`, if the queries are drafts of several branches: bit i of a query's word says whether it
+            sees the sequence's query i, its own included. All queries see all earlier tokens. A chain is 1, 3, 7 and so on.
         out: dense `[batch, (queries,) heads, 512]`; written and returned.
         return_lse, return_partials: as in `paged_decode`.
         plan: from `plan_mla_decode` with such arguments, filled for these lengths. By default, the
@@ -83,14 +86,16 @@ def mla_decode(
         raise ValueError(
             f"kv_scale {kv_scale:g} with a cache of {cache.dtype}: must be 1, because only a cache of {FP8} has one"
         )
-    tensors, outputs = (q, cache, block_table, lengths), (return_lse, return_partials)
+    tensors, outputs = [q, cache, block_table, lengths], (return_lse, return_partials)
+    if tree is not None:
+        tensors.append(tree)
     key = direct_key(plan, tensors, out, causal, *outputs)
     if launch := known_launch(plan, key):
         out, lse = allocated(q, LATENT, out, *outputs)
         target = (out, out if lse is None else lse, lengths, lengths)
         launch(
             *(q, block_table, lengths, target, cache),
-            *(score_factor(scale, kv_scale), float(kv_scale)),
+            *(score_factor(scale, kv_scale), float(kv_scale), lengths if tree is None else tree),
         )
         return out if lse is None else (out, lse)
     results = DecodeOutputs.of(q, LATENT, out, return_lse, return_partials)
@@ -109,6 +114,7 @@ def mla_decode(
         scale=scale,
         kv_scale=kv_scale,
         causal=causal,
+        tree=tree,
     )
     keep(plan, key, made)
     return results.returned
@@ -149,8 +155,9 @@ def _run(
     scale: float,
     kv_scale: float,
     causal: bool,
+    tree: torch.Tensor | None = None,
 ) -> DirectLaunch | None:
-    batch = MlaCall(query, cache, table, lengths, scale, causal, kv_scale)
+    batch = MlaCall(query, cache, table, lengths, scale, causal, kv_scale, tree)
     return attend(batch, out, lse, scratch, rows, reference_mla_decode, launch_mla)
 
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -91,6 +92,8 @@ class MlaCall(DecodeCall):
         query: `[batch, queries, heads, 576]`.
         cache: `[page, token, 576]`, or uint8 `[page, token, 656]`.
         kv_scale: the factor of an FP8 cache `[page, token, 576]`.
+        tree: int32 `[batch, queries]`, which of the sequence's queries each query sees, a bit each; None: those before it,
+            if the call is causal.
     """
 
     costs = COSTS
@@ -106,6 +109,22 @@ class MlaCall(DecodeCall):
     scale: float
     causal: bool
     kv_scale: float = 1.0
+    tree: torch.Tensor | None = None
+
+    @functools.cached_property
+    def own_key(self) -> tuple[Any, ...]:
+        tree = self.tree
+        form = None if tree is None else (tree.shape, tree.stride(), tree.dtype, tree.device)
+        return (*super().own_key, form)
+
+    @property
+    def drafts(self) -> int:
+        """The number of queries that are drafts of a tree; 0 if they are none."""
+        return 0 if self.tree is None else self.queries
+
+    def constants(self, with_lse: bool) -> dict[str, Any]:
+        made = super().constants(with_lse)
+        return made if self.tree is None else {**made, "CAUSAL": False}
 
     @property
     def coded(self) -> bool:
@@ -170,7 +189,23 @@ class MlaCall(DecodeCall):
         if self.query.dtype not in expected:
             required = " or ".join(map(str, expected))
             raise ValueError(f"q of {self.query.dtype}: must be {required}, for this cache")
+        self._check_tree()
         super().check()
+
+    def _check_tree(self) -> None:
+        if (tree := self.tree) is None:
+            return
+        required = self.query.shape[:2]
+        form = tree.shape, tree.dtype, tree.device, tree.is_contiguous()
+        if form != (required, torch.int32, self.query.device, True):
+            raise ValueError(
+                f"tree of {tree.dtype} {list(tree.shape)} on {tree.device}: must be dense int32 {list(required)} on "
+                f"{self.query.device}, a word of each query"
+            )
+        if not self.causal:
+            raise ValueError(
+                "tree with causal=False: must be causal, because a tree says what the queries see of each other"
+            )
 
     def check_kernel(self) -> None:
         super().check_kernel()

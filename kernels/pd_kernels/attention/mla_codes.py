@@ -20,7 +20,7 @@ import triton.language as tl
 from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE
 from pd_kernels.attention.online_softmax import softmax_step
 from pd_kernels.attention.paged_codes import half_lines, two_halves
-from pd_kernels.attention.paged_tile import chosen_tokens, tile_tokens
+from pd_kernels.attention.paged_tile import chosen_tokens, tile_tokens, tree_tokens
 
 _LATENT = tl.constexpr(LATENT)
 _ROPE = tl.constexpr(ROPE)
@@ -51,6 +51,7 @@ def attend_latent_codes(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
     CACHE: tl.constexpr,
     CODED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -102,6 +103,8 @@ def attend_latent_codes(
         seen = chosen_tokens(pages, token, inside, PAGE)[None, :]
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
+        if TREE > 0:
+            seen = seen & tree_tokens(position, token, length, TREE)
         score = tl.where(seen, score * scale, float("-inf"))
         share, before, top, total = softmax_step(score, top, total, 1)
 
@@ -153,6 +156,7 @@ def attend_scaled_codes(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
     CACHE: tl.constexpr,
     CODED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -193,6 +197,8 @@ def attend_scaled_codes(
         seen = chosen_tokens(pages, token, inside, PAGE)[None, :]
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
+        if TREE > 0:
+            seen = seen & tree_tokens(position, token, length, TREE)
         score = tl.where(seen, score * scale, float("-inf"))
         share, before, top, total = softmax_step(score, top, total, 1)
         before = before[:, None]

@@ -129,7 +129,7 @@ def _clear(tile, real):
 @gluon.jit
 def attend_side(
     queries, queries_tail, notes, signals, buffers, own, numbers,
-    SHAPE: gl.constexpr, CAUSAL: gl.constexpr, QUERY: gl.constexpr, SIDE: gl.constexpr,
+    SHAPE: gl.constexpr, CAUSAL: gl.constexpr, TREE: gl.constexpr, QUERY: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """Attend with all lines, and compute columns SIDE * 256 to SIDE * 256 + 255 of the result.
 
@@ -141,7 +141,7 @@ def attend_side(
     QUERIES: gl.constexpr = SHAPE[LINES] // SHAPE[GROUP]
     TALL: gl.constexpr = SHAPE[HEIGHT]
     kept, kept_tails, full, empty = buffers
-    query, lengths, _, _, _, _, _, work_range = own
+    query, lengths, tree, _, _, _, _, _, work_range = own
     worker, block, query_stride, scale = numbers
     step = 0
     notices = 0
@@ -163,7 +163,11 @@ def attend_side(
         mbarrier.wait(signals.index(OTHER), done & 1)
 
         line = gl.arange(0, TALL, layout=_LINE)
-        position = length - QUERIES + (number + line) // SHAPE[GROUP]
+        if TREE > 0:
+            words = tree + sequence * TREE + (number + line) // SHAPE[GROUP]
+            position = gl.load(words, mask=number + line < SHAPE[LINES], other=0)
+        else:
+            position = length - QUERIES + (number + line) // SHAPE[GROUP]
         end = gl.minimum(length, stop * _TILE)
         top = gl.full([TALL], float("-inf"), gl.float32, layout=_LINE)
         total = gl.full([TALL], 0.0, gl.float32, layout=_LINE)
@@ -176,6 +180,11 @@ def attend_side(
             seen = (token < end)[None, :]
             if CAUSAL:
                 seen = seen & (token[None, :] <= position[:, None])
+            if TREE > 0:
+                draft = token - (length - TREE)
+                shift = gl.minimum(gl.maximum(draft, 0), 31)[None, :]
+                bit = (position[:, None] >> shift) & 1
+                seen = seen & ((draft < 0)[None, :] | (bit != 0))
             score = gl.where(seen, score * scale, float("-inf"))
             notes.index(SIDE).store(gl.max(score, 1))
             _tell(signals, 2 + SIDE)
@@ -233,7 +242,7 @@ def _finish(
 ):  # fmt: skip
     """Write a side's columns of a row, like `finish_row` of `split_merge.py`. The second launch
     merges split rows."""
-    _, _, out, lse, counters, partials, weights, work_range = own
+    _, _, _, out, lse, counters, partials, weights, work_range = own
     tall = gl.arange(0, SHAPE[HEIGHT], layout=_RESULT_LINE)
     line = gl.arange(0, SHAPE[HEIGHT], layout=_LINE)
     column = SIDE * _HALF + gl.arange(0, _HALF, layout=_RESULT_COLUMN)
@@ -289,6 +298,7 @@ def latent_attention_tma(
     query,
     table,
     lengths,
+    tree,  # with TREE, a word of each query; see `tree_tokens`
     out,
     lse,
     ranges,
@@ -303,6 +313,7 @@ def latent_attention_tma(
     SHAPE: gl.constexpr,  # see `split_merge.py`
     PAGE: gl.constexpr,
     CAUSAL: gl.constexpr,
+    TREE: gl.constexpr,  # queries of a sequence that are drafts of a tree; 0: they are none
     QUERY: gl.constexpr,  # strides of query, head
 ):
     worker = gl.program_id(0) // SHAPE[PAIRED]
@@ -330,12 +341,12 @@ def latent_attention_tma(
     fence_async_shared()  # the TMA sees the new barriers, too
 
     buffers = (kept, kept_tails, full, empty)
-    own = (query, lengths, out, lse, counters, partials, weights, work_range)
+    own = (query, lengths, tree, out, lse, counters, partials, weights, work_range)
     numbers = (worker, block, query_stride, scale)
     gl.warp_specialize(
         [
-            (attend_side, (queries, queries_tail, notes, signals, buffers, own, numbers, SHAPE, CAUSAL, QUERY, 0)),
-            (attend_side, (queries, queries_tail, notes, signals, buffers, own, numbers, SHAPE, CAUSAL, QUERY, 1)),
+            (attend_side, (queries, queries_tail, notes, signals, buffers, own, numbers, SHAPE, CAUSAL, TREE, QUERY, 0)),
+            (attend_side, (queries, queries_tail, notes, signals, buffers, own, numbers, SHAPE, CAUSAL, TREE, QUERY, 1)),
             (_load_tiles, (halves, tails, buffers, table, lengths, work_range, table_stride, pitch, SHAPE, PAGE)),
         ],
         [4, 1],

@@ -20,7 +20,7 @@ from pd_kernels.attention.load_fence import show_loads
 from pd_kernels.attention.mla_call import CODED_BYTES, LATENT, ROPE, MlaCall
 from pd_kernels.attention.mla_codes import attend_latent_codes, attend_scaled_codes
 from pd_kernels.attention.online_softmax import LOG2E, softmax_step
-from pd_kernels.attention.paged_tile import chosen_tokens, tile_tokens
+from pd_kernels.attention.paged_tile import chosen_tokens, tile_tokens, tree_tokens
 from pd_kernels.attention.plan_kernel import current_piece, rows_of
 from pd_kernels.attention.split_merge import (
     GROUP,
@@ -55,12 +55,14 @@ def latent_attention(
     table_stride,
     scale,
     unit,  # factor of the results
+    tree,  # with TREE, a word of each query; see `tree_tokens`
     max_polls,
     SHAPE: tl.constexpr,  # see `split_merge.py`, as PARTS
     PARTS: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,  # queries of a sequence that are drafts of a tree; 0: they are none
     QUERY: tl.constexpr,  # strides of query, head
     CACHE: tl.constexpr,  # strides of page, token
     CODED: tl.constexpr,  # FlashMLA's FP8 layout
@@ -84,12 +86,17 @@ def latent_attention(
             place = number // SHAPE[GROUP] * QUERY[0] + number % SHAPE[GROUP] * QUERY[1]
             place = (place + sequence.to(tl.int64) * query_stride)[:, None]
             exists = (number < SHAPE[LINES])[:, None]
+            if TREE > 0:
+                own = tree + sequence * TREE + number // SHAPE[GROUP]
+                position = tl.load(own, mask=number < SHAPE[LINES], other=0)
+            else:
+                position = length - QUERIES + number // SHAPE[GROUP]
             results, top, total = ATTEND(
                 own=query + place,
                 exists=exists,
                 cache=cache,
                 pages=table + sequence.to(tl.int64) * table_stride,
-                position=length - QUERIES + number // SHAPE[GROUP],
+                position=position,
                 length=length,
                 begin=start,
                 end=stop,
@@ -97,6 +104,7 @@ def latent_attention(
                 PAGE=PAGE,
                 TILE=TILE,
                 CAUSAL=CAUSAL,
+                TREE=TREE,
                 CACHE=CACHE,
                 CODED=CODED,
                 STAGES=STAGES,
@@ -132,6 +140,7 @@ def attend_latents(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    TREE: tl.constexpr,
     CACHE: tl.constexpr,
     CODED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -142,7 +151,7 @@ def attend_latents(
         own: where each line's query begins, `[HEIGHT, 1]`.
         exists: which of the lines exist, `[HEIGHT, 1]`.
         pages: the sequence's row of the block table.
-        position: place of each line's query in the sequence, `[HEIGHT]`.
+        position: place of each line's query in the sequence, `[HEIGHT]`; with TREE, the query's word.
         length: tokens of the sequence.
 
     Returns:
@@ -193,6 +202,8 @@ def attend_latents(
         seen = chosen_tokens(pages, token, inside, PAGE)[None, :]
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
+        if TREE > 0:
+            seen = seen & tree_tokens(position, token, length, TREE)
         score = tl.where(seen, score, float("-inf"))
         share, before, top, total = softmax_step(score, top, total, 1)
         share = share.to(lines_0.dtype)
@@ -217,7 +228,7 @@ def _latents(tokens, mask, number: tl.constexpr, CODED: tl.constexpr, DTYPE: tl.
     return (values * tl.load(scales, mask=mask, other=0.0)).to(DTYPE)
 
 
-FRESH = ("cache", "scale", "unit")
+FRESH = ("cache", "scale", "unit", "tree")
 """Arguments of this kernel that differ from call to call; see `DirectLaunch`."""
 
 
@@ -238,6 +249,8 @@ def own_arguments(batch: MlaCall) -> dict[str, Any]:
         "cache": batch.cache,
         "scale": score_factor(batch.scale, batch.kv_scale),
         "unit": float(batch.kv_scale),
+        "tree": batch.lengths if batch.tree is None else batch.tree,
+        "TREE": batch.drafts,
         "PAGE": batch.cache.shape[1],
         "CACHE": batch.cache.stride()[:2],
         "CODED": batch.coded,

@@ -91,7 +91,7 @@ def paged_attention(
         attend_range(
             query, keys, values, table, lengths, target, scratch, listed, score_args, mask_args,
             work_range, worker, block, query_stride, table_stride, list_stride, scale, value_scale,
-            head_scales, SHAPE, BLOCK, KEY_DIM, PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, SCORE_MOD, MASK_MOD,
+            head_scales, None, SHAPE, BLOCK, KEY_DIM, PAGE, TILE, WINDOW, CAUSAL, QUERY, KEY, VALUE, SCORE_MOD, MASK_MOD,
             LISTED, ATTEND, STAGES,
         )  # fmt: skip
     if MERGE:
@@ -119,6 +119,7 @@ def attend_range(
     scale,
     value_scale,
     head_scales,
+    owners,
     SHAPE: tl.constexpr,
     BLOCK: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -141,6 +142,7 @@ def attend_range(
         target: see `store_lines`.
         scratch, work_range, worker, block: from `own_place`.
         listed: with LISTED, `TileMask.tokens` and `TileMask.tiles`.
+        owners: the number that mods are given for each sequence, int64; None: its own.
     The other arguments are as in the kernel.
     """
     ROWS: tl.constexpr = SHAPE[HEADS] // SHAPE[PAIRED]
@@ -179,7 +181,7 @@ def attend_range(
             tiles=listed[1],
             score_args=score_args,
             mask_args=mask_args,
-            sequence=sequence,
+            sequence=sequence if owners is None else tl.load(owners + sequence).to(tl.int32),
             head=head * SHAPE[GROUP] + number % SHAPE[GROUP],
             position=length - count + number // SHAPE[GROUP],
             queries=count,

@@ -95,6 +95,22 @@ def chosen_tokens(pages, token, inside, PAGE: tl.constexpr):
 
 
 @triton.jit
+def tree_tokens(words, token, length, TREE: tl.constexpr):
+    """Which tokens of a tile each line sees, `[HEIGHT, TILE]`, if the last TREE tokens are drafts of a tree. Earlier tokens are
+    seen by all lines.
+
+    Args:
+        words: of each line's query, `[HEIGHT]`: bit i says whether it sees draft i.
+        token: the tile's tokens, `[TILE]`.
+        length: tokens of the sequence, the drafts included.
+    """
+    draft = token - (length - TREE)
+    # A shift by more than a word's bits would be undefined, also where nobody reads it.
+    bit = (words[:, None] >> tl.minimum(tl.maximum(draft, 0), 31)[None, :]) & 1
+    return (draft < 0)[None, :] | (bit != 0)
+
+
+@triton.jit
 def visible_scores(
     score,
     token,

@@ -30,6 +30,8 @@ def attend(
     score_mod: Mod | None = None,
     mask_mod: Mod | None = None,
     first: int = 0,
+    tree: torch.Tensor | None = None,
+    missing: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with the last tokens of one sequence.
 
@@ -38,6 +40,8 @@ def attend(
         keys, values: float32 `[token, kv heads, dim]`.
         sequence: its number in the batch, for mods.
         first: place of the first of these tokens in the sequence.
+        tree: `[queries]`, the words of `mla_decode`; it takes the place of causality.
+        missing: which of the tokens nobody sees, `[token]`.
 
     Returns:
         The result, float32 `[queries, heads, value dim]`, and lse, float32 `[queries, heads]`.
@@ -54,10 +58,16 @@ def attend(
     own = torch.tensor(sequence, device=query.device)
     where = (own, head, clamped, place[None, None, :])
     seen = torch.ones_like(score, dtype=torch.bool)
-    if causal:
+    if tree is not None:
+        draft = place - (tokens - queries)
+        bits = (tree[:, None] >> draft.clamp(0, 31)) & 1
+        seen = seen & ((draft < 0) | bits.bool())[:, None, :]
+    elif causal:
         seen = seen & (place <= position[:, None])[:, None, :]
     if window:
         seen = seen & (place > position[:, None] - window)[:, None, :]
+    if missing is not None:
+        seen = seen & ~missing
     if score_mod and tokens:
         score = score_mod.reference(score, *where, score_mod.args)
     if mask_mod and tokens:
@@ -125,11 +135,14 @@ def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | 
     """Compute `mla_decode`. Write `out`, and `lse` if it is given."""
     for number, length in enumerate(batch.lengths.tolist()):
         pages = batch.table[number]
+        missing = None
         if batch.cache.shape[1] == 1:  # of single tokens, of which some may be missing
-            pages = pages[:length][pages[:length] >= 0]
-            length = len(pages)
+            missing = pages[: max(0, length)] < 0
+            pages = pages.clamp(min=0)
         tokens = read_pages(batch.cache, pages, length)
         latents = decoded_latents(tokens) if batch.coded else tokens.float() * batch.kv_scale
+        if missing is not None:
+            latents = latents.masked_fill(missing[:, None], 0.0)  # 0 * NaN is NaN
         latents = latents[:, None]
         result, sums = attend(
             batch.query[number],
@@ -139,6 +152,8 @@ def reference_mla_decode(batch: MlaCall, out: torch.Tensor, lse: torch.Tensor | 
             batch.scale,
             batch.causal,
             window=0,
+            tree=None if batch.tree is None else batch.tree[number],
+            missing=missing,
         )
         out[number] = result
         if lse is not None:

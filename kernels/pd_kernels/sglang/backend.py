@@ -129,7 +129,7 @@ class DecodeBackend(AttentionBackend):
         if spec is not None and runner.is_draft_worker:
             reasons += draft_refusals(spec)
         elif spec is not None:
-            reasons += self._verify_refusals(spec)
+            reasons += verify_refusals(spec)
             self._drafts = spec.speculative_num_draft_tokens
             self._branches = spec.speculative_eagle_topk > 1
         refuse([*reasons, *self.refusals(on_gpu=self._on_gpu)])
@@ -163,13 +163,15 @@ class DecodeBackend(AttentionBackend):
         """Write the KV of a step's tokens into the cache."""
         raise NotImplementedError
 
-    def _verify_refusals(self, spec: Any) -> list[str]:
-        return verify_refusals(spec, branches=False)
-
     def _make_tree(self) -> DraftTree | None:
         if not self._drafts:
             return None
-        return DraftTree(self._most_requests, self._drafts, self._branches, self.device)
+        windows = {window_of(layer) for layer in self.layers}
+        return DraftTree(self._most_requests, self._drafts, self._branches, self.device, windows)
+
+    def tree_of(self, queries: int) -> DraftTree | None:
+        """The tree of a step with this many queries of a request; None if it has no branches."""
+        return self._tree if self._branches and queries > 1 else None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Called when a step begins that no CUDA graph replays."""
@@ -334,10 +336,6 @@ class PagedBackend(DecodeBackend):
             layer.v_head_dim,
         )
 
-    def _verify_refusals(self, spec: Any) -> list[str]:
-        windows = any(window_of(layer) for layer in self.layers)
-        return verify_refusals(spec, branches=not windows)
-
     def make_plan(self, layer: Any, queries: int = 1) -> DecodePlan:
         keys, values = self.pages(layer)
         query = torch.empty((), dtype=self.dtype, device=self.device)
@@ -345,9 +343,14 @@ class PagedBackend(DecodeBackend):
             query.expand(1, queries, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
             values,
-            window=window_of(layer),
+            window=self._window(layer, queries),
             max_batch=self._most_requests,
         )
+
+    def _window(self, layer: Any, queries: int) -> int:
+        """The window that the kernel is given."""
+        tree, window = self.tree_of(queries), window_of(layer)
+        return tree.reach(window) if tree else window
 
     def pages(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a layer's keys and values, `[page, token, kv head, dim]` each."""
@@ -363,16 +366,16 @@ class PagedBackend(DecodeBackend):
     def attend(self, query: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
         keys, values = self.pages(layer)
         coded = keys.dtype == FP8
-        tree = self._tree if self._branches and self._queries > 1 else None
+        tree = self.tree_of(self._queries)
         out: torch.Tensor = paged_decode(
             query,
             keys,
             values,
             *self.tables,
             scale=layer.scaling,
-            window=window_of(layer),
+            window=self._window(layer, self._queries),
             score_mod=cap_of(layer),
-            mask_mod=tree.mod if tree else None,
+            mask_mod=tree.mod(window_of(layer)) if tree else None,
             sinks=sinks,
             k_scale=(layer.k_scale_float or 1.0) if coded else 1.0,
             v_scale=(layer.v_scale_float or 1.0) if coded else 1.0,
@@ -410,6 +413,8 @@ class MlaBackend(DecodeBackend):
                 reasons.append(f"a sliding window of {window_of(layer)} tokens with MLA")
             if layer.logit_cap:
                 reasons.append(f"a soft cap of {layer.logit_cap:g} with MLA")
+            if layer.use_irope and self.chunk_tokens is not None:
+                reasons.append(f"attention in chunks of {self.chunk_tokens} tokens")
         return reasons + sink_refusals(self.model, RadixAttention)
 
     def plan_key(self, layer: Any) -> Any:
@@ -433,11 +438,13 @@ class MlaBackend(DecodeBackend):
 
     def attend(self, query: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
         refuse([] if sinks is None else ["sinks"])
+        tree = self.tree_of(self._queries)
         out: torch.Tensor = mla_decode(
             query,
             self.pages(layer),
             *self.tables,
             scale=layer.scaling,
+            tree=tree.words[: len(query)] if tree else None,
             plan=self.plan(layer),
         )
         return out

@@ -48,13 +48,9 @@ def engine_refusals(server_args: Any, prefill: str) -> list[str]:
     return options
 
 
-def verify_refusals(spec: Any, *, branches: bool) -> list[str]:
-    """The reasons why our kernels cannot verify drafts.
-
-    Args:
-        spec: SGLang's options of speculative decoding, resolved (`get_spec()`).
-        branches: whether drafts of several branches (a tree) can be verified.
-    """
+def verify_refusals(spec: Any) -> list[str]:
+    """The reasons why our kernels cannot verify drafts; `spec` are SGLang's options of speculative decoding, resolved
+    (`get_spec()`)."""
     reasons = []
     if spec.speculative_algorithm not in ALGORITHMS:
         return [
@@ -69,11 +65,6 @@ def verify_refusals(spec: Any, *, branches: bool) -> list[str]:
         reasons.append(
             f"--speculative-num-draft-tokens {spec.speculative_num_draft_tokens}: must be at most "
             f"{MOST_DRAFTS}"
-        )
-    if spec.speculative_eagle_topk > 1 and not branches:
-        reasons.append(
-            f"--speculative-eagle-topk {spec.speculative_eagle_topk}: must be 1 with MLA and with "
-            "sliding windows"
         )
     if spec.speculative_adaptive:
         reasons.append("--speculative-adaptive")

@@ -21,8 +21,7 @@ PlanKey = tuple[int, int]
 def mixed_plans(
     common: Any, decodes: Decodes, layers: Sequence[Any], page_size: int, dtype: torch.dtype
 ) -> dict[PlanKey, MixedPlan]:
-    """The plans of a step for all layers of a group. Empty if `mixed_attention` cannot take the
-    step, or cannot take one of the layers.
+    """The plans of a step for all layers of a group. Empty if `mixed_attention` does not take the step.
 
     Nothing is read from the device, because the host knows where queries begin.
 
@@ -34,7 +33,7 @@ def mixed_plans(
         dtype: the model's dtype.
     """
     prefills = common.num_actual_tokens > decodes.tokens
-    if not tuning().mixed_steps or not prefills or any(layer.impl.has_mod for layer in layers):
+    if not tuning().mixed_steps or not prefills:
         return {}
     impls = {layer.impl.plan_key: layer.impl for layer in layers}
     starts = common.query_start_loc_cpu.tolist()

@@ -131,10 +131,6 @@ class PagedImpl(AttentionImpl):
             self._mod = None
 
     @property
-    def has_mod(self) -> bool:
-        return self._mod is not None
-
-    @property
     def plan_key(self) -> PlanKey:
         return self.window, int(self.num_heads)
 
@@ -234,7 +230,15 @@ class PagedImpl(AttentionImpl):
         out = output[:tokens]
         plan = metadata.mixed[self.plan_key]
         mixed_attention(
-            query, keys, values, plan, scale=self.scale, sinks=self.sinks, out=out, **scales
+            query,
+            keys,
+            values,
+            plan,
+            scale=self.scale,
+            score_mod=self._mod,
+            sinks=self.sinks,
+            out=out,
+            **scales,
         )
 
     def _read(

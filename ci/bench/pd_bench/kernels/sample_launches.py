@@ -125,15 +125,18 @@ def mla_call(
     coded: bool = False,
     gluon: bool = False,
     dtype: torch.dtype = BF16,
+    tree: bool = False,
 ) -> Launched:
-    """Launch `mla_decode` with latents of `dtype`; `coded` in FlashMLA's FP8 layout, `gluon` with the Gluon kernel."""
+    """Launch `mla_decode` with latents of `dtype`; `coded` in FlashMLA's FP8 layout, `gluon` with the Gluon kernel; `tree`: queries
+    are drafts of a tree."""
     latents = torch.zeros(4, page, 576).to(dtype)
     if coded:
         latents = torch.zeros(4, page, CODED_BYTES, dtype=torch.uint8)
     query = torch.zeros(2, queries, heads, 576, dtype=BF16)
     table = torch.zeros(2, 64, dtype=torch.int32)
     arguments = (query, latents, table, torch.ones(2, dtype=torch.int32), 0.1, True)
-    batch = _OnHopper(*arguments) if gluon else MlaCall(*arguments)
+    words = torch.ones(2, queries, dtype=torch.int32) if tree else None
+    batch = (_OnHopper if gluon else MlaCall)(*arguments, tree=words)
     plan = plan_of(batch, 132)
     out, lse = torch.zeros(2, queries, heads, 512, dtype=BF16), torch.zeros(2, queries, heads)
     (launch_mla_gluon if gluon else launch_mla)(batch, out, lse, plan.tensors)
