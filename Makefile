@@ -65,11 +65,11 @@ sglang-door: setup-tests
 	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest tests/sglang_door --timeout=300; \
 		else echo "SKIPPED: tests/sglang_door (read .venv-sglang/setup.log, run ci/setup-sglang)"; fi
 
-# vLLM's engines mostly start and wait: two files at a time, each worker with a pair and a reference of its own (the
-# folder's conftest.py says how). SGLang's schedulers never wait: one file after the other.
+# Engines mostly start and wait: two files at a time, each worker with a pair and a reference of its own (the folders'
+# conftest.py say how).
 engine: setup-tests newest-vllm
 	$(PYTEST) --timeout=900 -n 2 --dist loadfile --no-loadscope-reorder tests/engines
-	$(PYTEST) --timeout=900 tests/sglang_engines
+	$(PYTEST) --timeout=900 -n 2 --dist loadfile --no-loadscope-reorder tests/sglang_engines
 
 # Models with recurrent states between unlike engines, and controls that must be seen (docs/models.md): half an hour.
 STATES := all

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-from chaos.asking import REQUEST_S, answer, body
 from chaos.ledger import Ledger
 from chaos.pool_files import KINDS, harm
 from pd_bench.report import BenchError
@@ -52,8 +51,12 @@ CONFIG = {
     "wait_timeout_s": 60,
     "pool": {"memory": "64MiB"},
 }
+DECODED_TOKENS = 8
+REQUEST_S = 120.0
+"""A request without an answer after this time is lost. The longest fault is a restart of the prefill engine."""
 BURST = 4
 """Number of long prompts at once, which cause preemption of prefills."""
+_models: dict[str, str] = {}  # by the URL of their client
 _COMMON_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048")
 _FEW_PAGES = (
     *("--num-gpu-blocks-override", "80", "--no-scheduler-reserve-full-isl"),
@@ -147,7 +150,7 @@ class EnginesBench:
         say: Callable[[str], None],
     ) -> None:
         for prompt in itertools.islice(self._expected, 2):  # the first session is not growth
-            answer(router.client, prompt)
+            _answer(router.client, prompt)
         census = {one.name: Census.of(one.family) for one in (prefill, decode) if one.family}
         moved = decode.metrics()
         threads = [
@@ -202,7 +205,7 @@ class EnginesBench:
         for number in range(PROMPTS):
             size = self._random.randrange(40, 1500)
             prompt = f"{number}: " + "".join(self._random.choices(text, k=size))
-            self._expected[prompt] = answer(engine.client, prompt)
+            self._expected[prompt] = _answer(engine.client, prompt)
 
     def _ask(self, client: Client, number: int) -> None:
         """One client: asks, compares, asks again."""
@@ -217,7 +220,7 @@ class EnginesBench:
     def _compare(self, client: Client, prompt: str, fault: str) -> None:
         """Ask once, and count the answer for this fault, or for the fault that came during the request."""
         try:
-            right = answer(client, prompt) == self._expected[prompt]
+            right = _answer(client, prompt) == self._expected[prompt]
             problem = ""
         except (HttpError, OSError) as error:
             right, problem = False, repr(error)[:300]
@@ -279,7 +282,7 @@ class EnginesBench:
         """Clients that hang up in the middle of their answers, or before they begin."""
         for _ in range(3):
             prompt = self._random.choice(list(self._expected))
-            stream = client.stream("/v1/completions", body(client, prompt), REQUEST_S)
+            stream = client.stream("/v1/completions", _body(client, prompt), REQUEST_S)
             for _event in itertools.islice(stream, self._random.randrange(1, 3)):
                 pass
             stream.close()  # type: ignore[attr-defined]
@@ -294,3 +297,19 @@ class EnginesBench:
             if not any(held) or time.monotonic() > deadline:
                 return round(sum(held))
             time.sleep(0.5)
+
+
+def _body(client: Client, prompt: str) -> dict[str, object]:
+    """A request for a few tokens of a greedy answer."""
+    model = _models.setdefault(client.base_url, "") or client.model()
+    _models[client.base_url] = model
+    request = {"model": model, "prompt": prompt, "max_tokens": DECODED_TOKENS, "temperature": 0}
+    # A prompt with the shared salt may be cached, or in the pool.
+    salt = random.choice((str(random.random()), "shared"))
+    return {**request, "ignore_eos": True, "cache_salt": salt}
+
+
+def _answer(client: Client, prompt: str) -> str:
+    """The answer to such a request. Raises HttpError, or OSError."""
+    response = client.post("/v1/completions", _body(client, prompt), REQUEST_S)
+    return str(response["choices"][0]["text"])

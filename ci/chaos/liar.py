@@ -4,7 +4,6 @@
 import random
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -57,12 +56,7 @@ class Liar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._context.destroy(linger=0)
 
     def _lie(self, names: Sequence[str]) -> messages.Message:

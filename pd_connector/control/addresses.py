@@ -10,6 +10,7 @@ import zmq
 
 from pd_connector.hosts import numeric_address
 
+_BACKLOG = 1024
 _POLLIN = int(zmq.POLLIN)  # operations on flags take microseconds
 
 
@@ -34,17 +35,12 @@ def endpoint(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def bound(host: str, port: int, backlog: int, *, again: bool = False) -> socket.socket:
-    """A socket that listens on a numeric address; port 0 lets the system choose. Raises OSError.
-
-    Args:
-        again: whether the port can be bound again while old connections to it linger. The earlier socket needs this
-            option, too.
-    """
+def bound(host: str, port: int, backlog: int = _BACKLOG) -> socket.socket:
+    """A socket that listens on a numeric address, also while old connections to its port linger; port 0 lets the system
+    choose. Raises OSError."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        if again:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         listening.listen(backlog)
         listening.setblocking(False)
@@ -54,7 +50,7 @@ def bound(host: str, port: int, backlog: int, *, again: bool = False) -> socket.
     return listening
 
 
-def bound_within(host: str, ports: range, backlog: int, *, again: bool = False) -> socket.socket:
+def bound_within(host: str, ports: range) -> socket.socket:
     """A socket that listens on the first of these ports that is free; as `bound`.
 
     Raises:
@@ -62,7 +58,7 @@ def bound_within(host: str, ports: range, backlog: int, *, again: bool = False) 
     """
     for port in ports:
         try:
-            return bound(host, port, backlog, again=again)
+            return bound(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise

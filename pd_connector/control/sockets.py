@@ -35,7 +35,6 @@ MAX_BATCH = 256
 """Messages that are taken from a socket at a time: a peer that floods it does not keep the thread from the others."""
 _MOST_ARRIVED = MAX_BATCH
 """Messages that libzmq keeps of each peer until they are taken. Each may have `MAX_MESSAGE_BYTES`."""
-_BACKLOG = 1024
 _STOPS_S = 1.0
 """Until libzmq's thread has closed a socket that listens."""
 _MOST_ANSWERS = 1 << 12
@@ -73,7 +72,7 @@ class Listener:
             keys.demand(self.socket)
         try:
             self.host = numeric(host)
-            self._bound = bound_within(self.host, ports, _BACKLOG, again=True)
+            self._bound = bound_within(self.host, ports)
             self._listening = os.dup(self._bound.fileno())  # libzmq closes it
             self.socket.setsockopt(zmq.USE_FD, self._listening)
             self.port = int(self._bound.getsockname()[1])

@@ -5,7 +5,6 @@ that they read."""
 import hashlib
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from pd_connector.kv.checkpoint_files import OpenFile
@@ -57,12 +56,7 @@ class ConfigFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for file in self._files.values():
             file.close()
 

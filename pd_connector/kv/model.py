@@ -158,7 +158,7 @@ def spoken(facts: ModelFacts) -> ModelFacts:
 
 
 def _config_problem(producer: ModelFacts, consumer: ModelFacts) -> str:
-    unlike = fields_unlike(producer.fields, consumer.fields, "the producer", "the consumer")
+    unlike = fields_unlike(producer.fields, consumer.fields)
     if not unlike:  # an older version does not tell its fields
         prints = f"{_hex(producer.config)} at the producer, {_hex(consumer.config)} at the consumer"
         unlike = f"compare config.json and the flags (fingerprint {prints})"

@@ -56,17 +56,13 @@ def served_config(config: Mapping[str, Any], **served: str | int | None) -> Serv
     return ServedConfig(digest.digest(), fields)
 
 
-def fields_unlike(ours: Fields, theirs: Fields, here: str, there: str) -> str:
-    """The fields that differ, with both values; empty if all are equal or one side does not send its fields.
-
-    Args:
-        here, there: names of the two sides, for the text.
-    """
-    if not ours or not theirs:
+def fields_unlike(producer: Fields, consumer: Fields) -> str:
+    """The fields that differ, with both values; empty if all are equal or one side does not send its fields."""
+    if not producer or not consumer:
         return ""
-    first, second = dict(ours), dict(theirs)
+    first, second = dict(producer), dict(consumer)
     unlike = [
-        f"{name} is {first.get(name, 'not set')} at {here}, {second.get(name, 'not set')} at {there}"
+        f"{name} is {first.get(name, 'not set')} at the producer, {second.get(name, 'not set')} at the consumer"
         for name in {**first, **second}
         if first.get(name) != second.get(name)
     ]

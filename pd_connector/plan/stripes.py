@@ -45,14 +45,6 @@ class Stripes:
         periods, rest = divmod(tokens, self.period)
         return periods * self.tokens + min(rest, self.tokens)
 
-    def runs_in(self, first_token: int, stop_token: int) -> Iterator[tuple[int, int]]:
-        """First and stop token of each run of common tokens in [first_token, stop_token), ascending."""
-        for base in range(first_token // self.period * self.period, stop_token, self.period):
-            for start, stop in self.runs:
-                first, last = max(base + start, first_token), min(base + stop, stop_token)
-                if first < last:
-                    yield first, last
-
     def _below(self, token: int) -> int:
         """Common tokens before this one."""
         periods, rest = divmod(token, self.period)

@@ -241,6 +241,7 @@ def plan_load(
         IndexError: a table is too short.
     """
     pieces: list[LoadPiece] = []
+    covered: dict[tuple[int, int], int] = {}
     span = LoadTokens(number, first_token, stop_token)
     span.check_tables(own, tables)
     for place, (geometry, needed) in enumerate(parts):
@@ -250,12 +251,13 @@ def plan_load(
         for run in needed.form:
             first, heads = span.start + run.first_token, _heads(run, geometry)
             for route in _run_routes(run, geometry, own):
+                _cover(covered, run, route)
                 for low, high, pages in span.intervals(route, tables, first):
                     all_heads = len(route.heads) == heads
                     pieces += _load_pieces(
                         place, run, route, (low, high), pages, offsets, all_heads
                     )
-    check_covered(_covered(parts, own), own, tables, span)
+    check_covered(covered, own, tables, span)
     return pieces
 
 
@@ -266,7 +268,11 @@ def first_covered(parts: Sequence[tuple[Geometry, ReadPlan]], own: Geometry, tab
     Args:
         parts, own: as for `plan_load`.
     """
-    covered = _covered(parts, own)
+    covered: dict[tuple[int, int], int] = {}
+    for geometry, needed in parts:
+        for run in needed.form:
+            for route in _run_routes(run, geometry, own):
+                _cover(covered, run, route)
     return max(
         covered.get((layer, head), CHUNK_TOKENS)
         for group in own.groups
@@ -276,19 +282,11 @@ def first_covered(parts: Sequence[tuple[Geometry, ReadPlan]], own: Geometry, tab
     )
 
 
-def _covered(
-    parts: Sequence[tuple[Geometry, ReadPlan]], own: Geometry
-) -> dict[tuple[int, int], int]:
-    """The first token of a chunk, from 0, that its parts have of each layer and head."""
-    covered: dict[tuple[int, int], int] = {}
-    for geometry, needed in parts:
-        for run in needed.form:
-            for route in _run_routes(run, geometry, own):
-                for layer in route.layers:
-                    for head in route.heads:
-                        first = covered.get((layer, head), CHUNK_TOKENS)
-                        covered[layer, head] = min(run.first_token, first)
-    return covered
+def _cover(covered: dict[tuple[int, int], int], run: Run, route: Route) -> None:
+    """Adds a run to the first token of a chunk, from 0, that its parts have of each layer and head."""
+    for layer in route.layers:
+        for head in route.heads:
+            covered[layer, head] = min(run.first_token, covered.get((layer, head), CHUNK_TOKENS))
 
 
 def _load_pieces(

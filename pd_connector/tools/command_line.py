@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
@@ -128,7 +128,19 @@ class LateGroup(TyperGroup):
         name = args[0]
         if not name.startswith("-") and name not in self.list_commands(ctx):
             ctx.fail(not_known("command", name, self.list_commands(ctx)))
-        return super().resolve_command(ctx, args)
+        found, command, rest = super().resolve_command(ctx, args)
+        _reflow(command)
+        return found, command, rest
+
+
+def _reflow(command: Any) -> None:
+    """Join the lines of each paragraph of a command's help. typer keeps a docstring's line breaks, and terminals are
+    narrower than our source."""
+    if getattr(command, "help", None):
+        paragraphs = cleandoc(command.help).split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for inner in getattr(command, "commands", {}).values():
+        _reflow(inner)
 
 
 class SpreadCommand(TyperCommand):

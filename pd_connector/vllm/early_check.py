@@ -95,7 +95,7 @@ def _free(host: str, address: str, ports: range, key: str) -> float:
     with ExitStack() as held:
         for port in ports:
             try:
-                held.enter_context(bound(address, port, 1, again=True))
+                held.enter_context(bound(address, port, 1))
                 free += 1
             except OSError as error:
                 if error.errno == errno.EACCES:

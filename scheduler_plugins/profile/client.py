@@ -49,12 +49,12 @@ class Timed:
 class EngineClient:
     """One engine. `connect` makes it."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, model: str, longest: int) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url
-        self.model = model
-        self.longest_tokens = longest
+        self.model = ""
+        self.longest_tokens = 0
         """The most tokens of a prompt and its answer together."""
-        self.root = model
+        self.root = ""
         """Where the engine found the model: a folder, or a name."""
         self._session = session
 
@@ -145,7 +145,7 @@ async def connect(url: str, api_key: str | None = None) -> AsyncIterator[EngineC
     async with aiohttp.ClientSession(
         headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 20
     ) as session:
-        client = EngineClient(url, session, "", 0)
+        client = EngineClient(url, session)
         served = await client._json("GET", "/v1/models")
         try:
             first = served["data"][0]

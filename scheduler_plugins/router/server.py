@@ -6,7 +6,6 @@ import errno
 import logging
 import resource
 import signal
-from types import TracebackType
 
 from scheduler_plugins.router.client.admin_auth import AdminAuth, authority
 from scheduler_plugins.router.client.listening import listen, runner_of
@@ -90,12 +89,7 @@ class RouterServer:
                 raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 
 from pd_bench import harness
 from pd_bench.model import HEAD_DIM, KV_HEADS, LAYERS, write_model, write_weights
+from pd_bench.pool import far as far_store
 from pd_bench.pool import trace as hit_rates
 from pd_bench.pool.raw import RawPair
 from pd_bench.pool.raw_party import OBJECT_BYTES, Objects
 from pd_bench.report import BenchError
+from pd_bench.serve.hosts import need_store
 from pd_connector.tools.cli import bench as command
 
 
@@ -55,6 +58,29 @@ def test_an_unknown_row_of_the_far_store_is_named() -> None:
     code, said = bench("--far", "cpu,speed")
     assert code == 2
     assert "--far speed: must be all, or some of cpu, bytes, once, silent" in " ".join(said.split())
+
+
+def test_rows_that_play_a_trace_are_measured_only_if_they_are_named() -> None:
+    assert far_store.chosen("all", ["link"]) == ["cpu", "bytes", "once", "silent", "link"]
+    for row in ("hits", "hits-mooncake"):
+        code, said = bench("--far", row)
+        assert code == 2
+        assert f"--far {row}: needs --trace FILE" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(("kind", "lacks"), [("redis", "redis-server"), ("mooncake", "mooncake")])
+def test_what_a_store_needs_is_named(
+    monkeypatch: pytest.MonkeyPatch, kind: str, lacks: str
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "mooncake" else found("json" if name == "redis" else name),
+    )
+    with pytest.raises(BenchError, match=f"{lacks}.*install"):
+        need_store(kind)
 
 
 def test_bytes_on_the_wire_are_those_of_chunks(tmp_path: Path) -> None:

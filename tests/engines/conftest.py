@@ -51,12 +51,7 @@ class Reference(Protocol):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every test in this folder starts engines."""
-    marked = mark_engine_tests(items, _HERE)
-    places = [place for place, item in enumerate(items) if item.path.parent == _HERE]
-    order = {name: place for place, name in enumerate(FIRST)}
-    marked.sort(key=lambda item: order.get(item.path.stem, len(FIRST)))
-    for place, item in zip(places, marked, strict=True):
-        items[place] = item
+    mark_engine_tests(items, _HERE, FIRST)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,11 +11,18 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
-from harness import assert_same_logprobs, completion, fresh_salt, two_step, wait_until
+from harness import (
+    assert_same_logprobs,
+    completion,
+    fresh_salt,
+    request_body,
+    two_step,
+    wait_until,
+)
 from pairs import Pair, Setup
 from recipes import NEW
 from test_handoff import LENGTHS, prompt_of
@@ -62,16 +69,18 @@ def posted(engine: Service) -> Posted:
 
 @contextmanager
 def burst(engine: Service) -> Iterator[Burst]:
-    """Requests that all wait before the first of them is taken."""
-    with ThreadPoolExecutor(32) as threads:
-        blocker = threads.submit(completion, engine, prompt_of(40), 600)
-        wait_until(lambda: engine.metrics().total("vllm:num_requests_running"), "the blocker runs")
+    """Requests that all wait before the first of them is taken: until then the engine answers another one."""
+    body = request_body(engine, prompt_of(40), 1500, cache_salt=fresh_salt())
+    with (
+        ThreadPoolExecutor(32) as threads,
+        closing(engine.client.stream("/v1/completions", body)) as blocker,
+    ):
+        next(blocker)
         all_of_it = Burst(engine, threads)
         yield all_of_it
         wait_until(
             lambda: engine.metrics().total(WAITING) == len(all_of_it.ended), "all of them wait"
         )
-        assert not blocker.done(), "the blocker must last until all of them wait"
 
 
 class Burst:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All targets behind one call: a script goes to those that take its steps."""
 
-from types import TracebackType
 from typing import Self
 
 from support.agents import KEY
@@ -49,11 +48,6 @@ class Targets:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for target in self._all:
             target.close()

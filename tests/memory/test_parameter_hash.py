@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from pd_connector.memory import parameter_hash
-from pd_connector.memory.parameter_hash import full_hash
+from pd_connector.memory import parameters
+from pd_connector.memory.parameters import full_hash
 
 CPU_AND_GPU = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -18,7 +18,7 @@ def found(tensor):
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
 def test_any_byte_that_changes_changes_the_hash(device, dtype, monkeypatch):
-    monkeypatch.setattr(parameter_hash, "_PIECE_WORDS", 16)
+    monkeypatch.setattr(parameters, "_PIECE_WORDS", 16)
     data = torch.arange(403, dtype=torch.int64).to(torch.uint8)
     data = data[: 403 // dtype.itemsize * dtype.itemsize].to(device)
     before = found(data.view(dtype))
@@ -73,14 +73,14 @@ def test_the_sums_are_those_of_splitmix64():
     """Written down a second time, in NumPy's unsigned words."""
     data = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 8 * 100, np.uint8))
     words = data.numpy().view(np.uint64)
-    for lane, factors in enumerate(parameter_hash._LANES):
+    for lane, factors in enumerate(parameters._LANES):
         of_word, of_place, first, second = (np.uint64(factor) for factor in factors)
         mixed = words * of_word + np.arange(100, dtype=np.uint64) * of_place
         mixed += np.uint64(800 * factors[2] % (1 << 64))
         mixed = (mixed ^ (mixed >> np.uint64(30))) * first
         mixed = (mixed ^ (mixed >> np.uint64(27))) * second
         mixed ^= mixed >> np.uint64(31)
-        told = int(parameter_hash._piece(data)[lane]) % (1 << 64)
+        told = int(parameters._piece(data)[lane]) % (1 << 64)
         assert told == int(mixed.sum(dtype=np.uint64))
 
 

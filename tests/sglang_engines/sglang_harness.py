@@ -30,9 +30,10 @@ IDLE_GAUGES = (
     "pd_connector:incoming_transfers",
     "pd_connector:landing_slots",
     "pd_connector:send_slots",
-    "sglang:num_running_reqs",
-    "sglang:num_queue_reqs",
 )
+IDLE_LOADS = ("num_running_reqs", "num_waiting_reqs")
+"""Counts of `/v1/loads`, which an idle engine writes at each step. The gauges of SGLang's `/metrics` are those of the last batch: after
+an abort they stay up to 30 s."""
 
 _rooms = random.Random()
 
@@ -181,6 +182,11 @@ def assert_idle(*engines: Service) -> None:
         while True:
             samples = engine.client.metrics()
             left = {name: value for name in IDLE_GAUGES if (value := samples.total(name))}
+            ranks = json.loads(engine.client.get("/v1/loads"))["loads"]
+            assert ranks, f"{engine.name} says nothing of its requests"
+            for name in IDLE_LOADS:
+                if count := sum(rank[name] for rank in ranks):
+                    left[name] = count
             if not left:
                 break
             assert time.monotonic() < end, f"{engine.name} is not idle: {left}"

@@ -62,7 +62,7 @@ class Recipe:
             page_size=self.page_size,
             tp=self.tp,
             name=name,
-            args=[*EXACT_ARGS, *self.args],
+            args=[*EXACT_ARGS, *([SLEEPS] if self.forked else []), *self.args],
             env=env,
             log_path=log,
             port=port,
@@ -75,8 +75,10 @@ class Recipe:
 CHUNK_TOKENS = 128
 CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
-REFERENCE = Recipe(None, args=("--disable-radix-cache", "--sleep-on-idle"))
-"""It runs beside all pairs. SGLang's loop has no pause by default: idle, it would take a core from them."""
+SLEEPS = "--sleep-on-idle"
+"""SGLang's loop has no pause by default: each idle engine would take a core from those that compute. A new request ends the sleep."""
+REFERENCE = Recipe(None, args=("--disable-radix-cache",))
+"""It runs beside all pairs."""
 SHORT_LEASE = '{"lease_s": 10}'  # what nobody fetches is given back soon
 PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE, forked=False)
 DECODE = Recipe("decode", 16, config=SHORT_LEASE, forked=False)

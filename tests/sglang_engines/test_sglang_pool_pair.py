@@ -14,6 +14,7 @@ from pools import counted
 from sglang_engines.sglang_harness import SglangEngine, assert_idle, handed_over, text
 from sglang_engines.sglang_pools import MEMORY, TOKENS, Engine, Found, Host, ask, hosting
 from sglang_engines.sglang_recipes import RADIX, Recipe
+from support.engine_forks import METRICS_S
 
 from pd_connector.pool.keys import CHUNK_TOKENS
 
@@ -53,7 +54,7 @@ def engines(host: Host) -> tuple[SglangEngine, SglangEngine]:
 
 
 def loads(engine: SglangEngine) -> float:
-    """Chunks that an engine has loaded. It brings its metrics up to date once a second."""
+    """Chunks that an engine has loaded. It brings its metrics up to date every `METRICS_S`."""
     refreshed = "pd_connector:pool_hits_total"
     last = [-1.0]
 
@@ -61,7 +62,7 @@ def loads(engine: SglangEngine) -> float:
         last.append(engine.client.metrics().total(refreshed))
         return last[-1] == last[-2]
 
-    wait_until(settled, "its metrics", every_s=1.2)
+    wait_until(settled, "its metrics", every_s=4 * METRICS_S)
     return last[-1]
 
 

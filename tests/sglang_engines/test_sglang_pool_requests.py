@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError
@@ -190,49 +190,50 @@ def check(engine: Engine, place: int, answer: Future[Any]) -> str:
     return reason
 
 
-def test_aborted_requests_hold_nothing_and_spoil_nothing(engine: Engine) -> None:
+Disturb = Callable[[int, Sequence[str]], None]
+"""Disturbs a round's requests. It has the round's number, and their ids."""
+
+
+def disturbed(engine: Engine, disturb: Disturb) -> set[str]:
+    """Rounds of requests that are disturbed in any step. What was answered is right, and nothing is held or lost. Returns how the
+    requests ended."""
     for prompt in PROMPTS:
         engine.wanted(prompt, 64)
     salts = {place: engine.stored(prompt) for place, prompt in enumerate(PROMPTS)}
-    ended = []
+    ended = set()
     for number in range(ROUNDS):
         dice = random.Random(number)
         wait_until(engine.flush, "the engine's cache is empty")
         with ThreadPoolExecutor(2 * len(PROMPTS)) as threads:
             under_way = sent(engine, threads, dice, salts)
-            time.sleep(dice.random() * 0.3)  # the fault falls into any step
-            if number % 2:
-                abort_all(engine.engine)
-            else:
-                for _, rid, _ in under_way[::2]:
-                    engine.abort(rid)
-            ended += [check(engine, place, answer) for place, _, answer in under_way]
+            time.sleep(dice.random() * 0.3)
+            disturb(number, [rid for _, rid, _ in under_way])
+            ended |= {check(engine, place, answer) for place, _, answer in under_way}
         engine.assert_nothing_held()
-    assert {"abort", "length"} <= set(ended), "control"
     for place, prompt in enumerate(PROMPTS):
         assert engine.loads(prompt, salts[place]) == whole(prompt)
     engine.assert_nothing_held()
+    return ended
+
+
+def test_aborted_requests_hold_nothing_and_spoil_nothing(engine: Engine) -> None:
+    def abort(number: int, rids: Sequence[str]) -> None:
+        if number % 2:
+            abort_all(engine.engine)
+        else:
+            for rid in rids[::2]:
+                engine.abort(rid)
+
+    assert disturbed(engine, abort) == {"abort", "length"}
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_a_pause_ends_with_right_answers(engine: Engine, mode: str) -> None:
     """Requests wait for chunks, are loaded, computed and answered when it comes. In mode `retract` the cache is flushed, too."""
-    for prompt in PROMPTS:
-        engine.wanted(prompt, 64)
-    salts = {place: engine.stored(prompt) for place, prompt in enumerate(PROMPTS)}
-    ended = []
-    for number in range(ROUNDS):
-        dice = random.Random(number)
-        wait_until(engine.flush, "the engine's cache is empty")
-        with ThreadPoolExecutor(2 * len(PROMPTS)) as threads:
-            under_way = sent(engine, threads, dice, salts)
-            time.sleep(dice.random() * 0.3)  # the pause falls into any step
-            with paused(engine.engine, mode):
-                if mode == "retract" and number % 2:
-                    assert engine.flush()
-            ended += [check(engine, place, answer) for place, _, answer in under_way]
-        engine.assert_nothing_held()
-    assert set(ended) <= ({"abort", "length"} if mode == "abort" else {"length"})
-    for place, prompt in enumerate(PROMPTS):
-        assert engine.loads(prompt, salts[place]) == whole(prompt)
-    engine.assert_nothing_held()
+
+    def pause(number: int, rids: Sequence[str]) -> None:
+        with paused(engine.engine, mode):
+            if mode == "retract" and number % 2:
+                assert engine.flush()
+
+    assert disturbed(engine, pause) <= ({"abort", "length"} if mode == "abort" else {"length"})

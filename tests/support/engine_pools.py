@@ -37,11 +37,17 @@ P = TypeVar("P", bound=_Pool)
 _pools: list[_Pool] = []
 
 
-def mark_engine_tests(items: Sequence[pytest.Item], folder: Path) -> list[pytest.Item]:
-    """Every test in this folder starts engines: mark them. Returns these tests."""
-    found = [item for item in items if item.path.parent == folder]
-    for item in found:
+def mark_engine_tests(
+    items: list[pytest.Item], folder: Path, first: Sequence[str]
+) -> list[pytest.Item]:
+    """Every test in this folder starts engines: mark them. Files of `first`, by their stems, go before its others. Returns these tests."""
+    places = [place for place, item in enumerate(items) if item.path.parent == folder]
+    found = [items[place] for place in places]
+    order = {name: place for place, name in enumerate(first)}
+    found.sort(key=lambda item: order.get(item.path.stem, len(first)))
+    for place, item in zip(places, found, strict=True):
         item.add_marker(pytest.mark.engine)
+        items[place] = item
     return found
 
 

@@ -25,8 +25,7 @@ class Objects:
         self, names: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], None]
     ) -> None:
         for place, name in enumerate(names):
-            if self.gives and name in self.objects:
-                take(place, memoryview(self.objects[name]))
+            take(place, memoryview(self.objects.get(name, b"") if self.gives else b""))
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
@@ -43,3 +42,33 @@ class Objects:
             if taken[-1] and (self.overwrites or name not in self.objects):
                 self.objects[name] = bytes(room)
         return taken
+
+
+class Far(Objects):
+    """All three clients of a carrier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
+        self.opened, self.since_s = 1, 0.0
+        self.errors = self.looked = 0
+        self.asked: set[str] = set()
+        self.most_names = 0
+
+    @property
+    def chunks(self) -> int:
+        """Objects that are chunks, not markers."""
+        return sum(len(data) > 1000 for data in list(self.objects.values()))
+
+    def has(self, names: Sequence[str]) -> list[int]:
+        self.looked += 1
+        self.asked.update(names)
+        return super().has(names)
+
+    def put(
+        self, names: Sequence[str], sizes: Sequence[int], fill: Callable[[int, memoryview], None]
+    ) -> list[bool]:
+        self.most_names = max(self.most_names, len(names))
+        return super().put(names, sizes, fill)
+
+    def close(self) -> None: ...

@@ -38,7 +38,7 @@ reader, path = sys.argv[1:]
 engine = TransferEngine()
 assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
 own = engine.allocate_managed_buffer(1 << 20)
-engine.write_bytes_to_buffer(own, b"\xff" * (1 << 20), 1 << 20)
+engine.write_bytes_to_buffer(own, b"\\xff" * (1 << 20), 1 << 20)
 with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
     print("ready", flush=True)
     while True:

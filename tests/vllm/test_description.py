@@ -17,19 +17,21 @@ from pd_connector.protocol.wire.params import describe_params, parse_address
 from pd_connector.vllm.connector import PDConnector
 from pd_connector.vllm.engine_facts import EngineFacts
 from pd_connector.vllm.messages import RankAddress
+from pd_connector.vllm.pages.state_tables import NO_STATES, StateTables
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.scheduler_side import SchedulerSide
 
 FACTS = ModelFacts(b"config", b"weights", source="/models/a", fields=(("dtype", "bfloat16"),))
 
 
-def answer(*, produces: bool, consumes: bool) -> dict[str, Any]:
+def answer(*, produces: bool, consumes: bool, states: StateTables = NO_STATES) -> dict[str, Any]:
     """What a proxy gets from an engine whose two workers have said where they are."""
     side = SchedulerSide(
         Config(),
         EngineFacts(
             engine_id="e",
-            windows=Windows([(16, 0)]),
+            windows=Windows([(16, 0)] * (2 if states else 1)),
+            states=states,
             ranks=2,
             produces=produces,
             consumes=consumes,
@@ -66,3 +68,10 @@ def test_it_tells_its_version_schemas_and_the_model_of_its_first_rank(
     assert about.read(told) == about.own(FACTS)
     assert (parse_address(told) is not None) == produces
     assert ("describe" in told) == produces, "a proxy must not take a decode engine for a place"
+
+
+@pytest.mark.parametrize("produces", [True, False])
+def test_it_tells_how_long_a_prompt_must_be_to_compare_its_states(produces: bool) -> None:
+    told = answer(produces=produces, consumes=not produces, states=StateTables([0, 16]))
+    assert about.read(told).audit_tokens == 17, "a page, and a token"
+    assert about.read(answer(produces=produces, consumes=True)).audit_tokens == 0

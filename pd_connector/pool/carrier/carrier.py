@@ -12,14 +12,12 @@ Each has a far client of its own, so a look-up does not wait for a chunk on its 
 
 import contextlib
 import logging
-import math
 import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
@@ -31,6 +29,7 @@ from pd_connector.pool.carrier.lasting import LastingThread
 from pd_connector.pool.carrier.markers import Markers
 from pd_connector.pool.carrier.messages import Brought, Checked, Sizes, Status
 from pd_connector.pool.carrier.object import Opened, Packed, unpacked
+from pd_connector.pool.carrier.unfit import GONE, TOO_LARGE, UnfitChunks
 from pd_connector.pool.far.registry import without_secret
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.base import Chunk, Refusal, Store, Why
@@ -40,15 +39,17 @@ logger = logging.getLogger("pd_connector.pool.carrier")
 
 _FOLLOWS_S = 0.2
 """How often the journal is read, in seconds."""
-_UNFINISHED_S = 35.0
-"""Mooncake takes an object whose put was interrupted, and keeps nothing, for 30 s after its client has died. So this long
-after a client was opened all chunks are looked for once more, in seconds."""
+_OFFERED_AGAIN_S = (1.0, 35.0)
+"""How long after the far store has not taken a chunk it is offered again, in seconds. Mooncake refuses while it evicts, and
+keeps nothing for 30 s if a client of any host has died in mid-put of the same object."""
+_MOST_OFFERED_AGAIN = 1024
+"""Chunks that will be offered again. Others are given up."""
 _MARKS_S = 2.0
 """How often the far store's mark is read, in seconds: a new one means that it has lost what it had."""
 _PAUSE_S = 60.0
 """Least time between two losses after which all is put again, in seconds: each costs a look-up of the whole pool."""
-_PUT_BYTES, _GET_BYTES = 32 << 20, 8 << 20
-"""Bytes in one call, unless a single object has more. Engines wait for the second."""
+_PUT_BYTES = 32 << 20
+"""Bytes that one call puts, unless a single object has more."""
 _MOST_WAITING = 1 << 14
 """Chunks that wait to be put. If there are more, ends of chains are left out."""
 _MADE_WITHIN_S = 30.0
@@ -64,14 +65,6 @@ class Stored(NamedTuple):
 
     name: str
     nbytes: int
-
-
-class Unfit(NamedTuple):
-    """Why a chunk of this host could not be read, or not be offered to the far store. It is counted once."""
-
-    cause: str
-    nbytes: int
-    """Bytes of the chunk: with other bytes it is another chunk of the same key."""
 
 
 class Carrier:
@@ -110,15 +103,16 @@ class Carrier:
         self._counts: Counter[str] = Counter()
         self._there: OrderedDict[bytes, Stored] = OrderedDict()
         self._refused: OrderedDict[bytes, None] = OrderedDict()  # and too large, or damaged
-        self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._waiting: OrderedDict[bytes, int] = OrderedDict()  # how often each was refused
+        # used by the putting thread only, like the next two: when to offer a chunk again, and how often it was refused
+        self._offered_again: dict[bytes, tuple[float, int]] = {}
         self._unmade: dict[bytes, float] = {}  # given up at this time
-        self._unfit: OrderedDict[bytes, Unfit] = OrderedDict()  # used by the putting thread only
+        self._unfit = UnfitChunks(_MOST_KNOWN)
         self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
         self._queued: list[bytes] = []
         self._after = self._opened = (
             0  # the journal's page that comes next, and far clients opened so far
         )
-        self._again_s = math.inf  # when the journal is read again
         self._markers = Markers(seal, store.id, self._puts)
         self._ends, self._moves = threading.Event(), threading.Event()
         self._threads = [
@@ -137,6 +131,9 @@ class Carrier:
 
         try:
             sizes = gallop(len(keys), sizes_of)
+            with self._lock:  # not all of these were asked for: an engine saves them, and they are looked for then
+                for key in keys[len(sizes) :]:
+                    self._there.pop(key, None)
             self.journal.note(keys[: len(sizes)], there=True)
             self._count("finds_found" if sizes else "finds_none")
             self._count("found", len(sizes))
@@ -174,6 +171,8 @@ class Carrier:
 
         def take(_place: int, data: memoryview) -> None:
             nonlocal read
+            if not data:
+                return
             read = True
             try:
                 opened = unpacked(key, self._seal.open(stored.name, data))
@@ -260,14 +259,17 @@ class Carrier:
         """Where each chunk is. Raises SilentError."""
         names = [(place, name) for place, key in enumerate(keys) for name in self._seal.names(key)]
         stored: list[Stored | None] = [None] * len(keys)
+        with self._lock:
+            before = [self._there.get(key) for key in keys]
         for start in range(0, len(names), MOST_NAMES):
             batch = names[start : start + MOST_NAMES]
             sizes = client.has([name for _, name in batch])
             for (place, name), size in zip(batch, sizes, strict=True):
                 if 0 < size <= self._most_bytes and stored[place] is None:
                     stored[place] = Stored(name, size)
-        for key, each in zip(keys, stored, strict=True):
-            self._know(key, each)
+        for key, each, earlier in zip(keys, stored, before, strict=True):
+            if each is not None or self._there.get(key) is earlier:  # else it was put meanwhile
+                self._know(key, each)
         return stored
 
     # Putting
@@ -278,16 +280,14 @@ class Carrier:
             return
         now_s = time.monotonic()
         if (count := sum(client.opened for client in self._clients)) > self._opened:
-            self._opened, self._again_s = count, now_s + _UNFINISHED_S
-            self._begin_again()
-        elif now_s >= self._again_s:
-            self._again_s = math.inf
+            self._opened = count
             self._begin_again()
         self._look_for_losses(now_s)
         if self._puts.is_ready:  # else too many would wait; all is read again when it opens
             with contextlib.suppress(PoolError):
                 self._read_journal()
         self._look_again(time.monotonic())
+        self._offer_again(time.monotonic())
         while self._waiting and not self._ends.is_set() and self._puts.is_ready:
             chunks = self._next()
             try:
@@ -332,10 +332,12 @@ class Carrier:
                 self._refused.pop(event.key, None)
                 if not event.tier:
                     self._waiting.pop(event.key, None)
+                    if self._offered_again.pop(event.key, None):
+                        self._counts["not_put"] += 1
                     self._unmade.pop(event.key, None)
-                    self._unfit.pop(event.key, None)
+                    self._unfit.forget(event.key)
                 elif event.key not in self._there:
-                    self._waiting[event.key] = None
+                    self._waiting.setdefault(event.key, 0)
             while len(self._waiting) > _MOST_WAITING:
                 self._waiting.popitem()
                 self._counts["left_out"] += 1
@@ -354,7 +356,26 @@ class Carrier:
                 del self._unmade[key]
             if is_made:
                 with self._lock:
-                    self._waiting[key] = None
+                    self._waiting.setdefault(key, 0)
+
+    def _offer_again(self, now_s: float) -> None:
+        due = [key for key, (at_s, _) in self._offered_again.items() if now_s >= at_s]
+        with self._lock:
+            for key in due:
+                self._refused.pop(key, None)
+                _, refused = self._offered_again.pop(key)
+                if key not in self._there:
+                    self._waiting[key] = refused
+
+    def _not_taken(self, key: bytes) -> None:
+        """The far store has not taken a chunk: it is offered again, or given up and counted."""
+        with self._lock:
+            before = self._waiting.get(key, 0)
+        if before < len(_OFFERED_AGAIN_S) and len(self._offered_again) < _MOST_OFFERED_AGAIN:
+            at_s = time.monotonic() + _OFFERED_AGAIN_S[before]
+            self._offered_again[key] = (at_s, before + 1)
+        else:
+            self._count("not_put")
 
     def _turn(self) -> None:
         """After an error: another chunk is tried first."""
@@ -400,16 +421,18 @@ class Carrier:
     def _put(self, chunks: Sequence[Chunk]) -> None:
         """Put those of these chunks that the far store lacks. Raises SilentError if it does not answer; the chunks keep
         waiting then."""
-        too_large = [chunk for chunk in chunks if self._is_too_large(chunk)]
+        too_large = [chunk for chunk in chunks if self._unfit.is_too_large(chunk)]
         self._tried(too_large)
-        chunks = [chunk for chunk in chunks if not self._is_too_large(chunk)]
+        chunks = [chunk for chunk in chunks if not self._unfit.is_too_large(chunk)]
         there = self._look(self._puts, [chunk.key for chunk in chunks])
         start = 0
         while start < len(chunks):
             stop, nbytes = start, 0
             with contextlib.ExitStack() as opened:
                 batch: list[tuple[Chunk, Packed]] = []
-                while stop < len(chunks) and (nbytes < _PUT_BYTES or not batch):
+                while stop < len(chunks) and (
+                    (nbytes < _PUT_BYTES and len(batch) < MOST_NAMES) or not batch
+                ):
                     if there[stop] is None and (packed := self._packed(chunks[stop])):
                         opened.callback(packed.close)
                         batch.append((chunks[stop], packed))
@@ -435,11 +458,11 @@ class Carrier:
         try:
             packed = Packed(self._store, chunk)
         except PoolError:
-            self._count_unfit(chunk, "gone")
+            self._count_unfit(chunk, GONE)
             return None
         if (nbytes := self._seal.sealed_bytes(packed.nbytes)) > self._most_bytes:
             packed.close()
-            if not self._counts["too_large"]:
+            if not self._counts[TOO_LARGE]:
                 logger.warning(
                     "carrier: a chunk has %d bytes, and %s takes %d: such chunks stay on this host; keep them in half the bytes "
                     "(config key pool.codec: int8), or use a store that takes larger objects (--far)",
@@ -447,21 +470,13 @@ class Carrier:
                     self._shown,
                     self._most_bytes,
                 )
-            self._count_unfit(chunk, "too_large")
+            self._count_unfit(chunk, TOO_LARGE)
             return None
         return packed
 
-    def _is_too_large(self, chunk: Chunk) -> bool:
-        """Whether it was found to be too large for the far store, and has not changed since."""
-        return self._unfit.get(chunk.key) == Unfit("too_large", chunk.nbytes)
-
-    def _count_unfit(self, chunk: Chunk, count: str) -> None:
-        unfit = Unfit(count, chunk.nbytes)
-        if self._unfit.get(chunk.key) != unfit:
-            self._unfit[chunk.key] = unfit
-            self._count(count)
-            while len(self._unfit) > _MOST_KNOWN:
-                self._unfit.popitem(last=False)
+    def _count_unfit(self, chunk: Chunk, cause: str) -> None:
+        if self._unfit.note(chunk, cause):
+            self._count(cause)
 
     def _put_batch(self, batch: Sequence[tuple[Chunk, Packed]]) -> None:
         if not batch:
@@ -481,10 +496,17 @@ class Carrier:
         taken = self._puts.put(names, sizes, fill)
         for place, (chunk, _) in enumerate(batch):
             kept = taken[place] and place not in broken
-            self._unfit.pop(chunk.key, None)
-            self._count("put" if kept else "put_damaged" if place in broken else "not_put")
-            self._count("put_bytes", sizes[place] if kept else 0)
+            self._unfit.forget(chunk.key)
+            if kept:
+                self._count("put")
+                self._count("put_bytes", sizes[place])
+            elif place in broken:
+                self._count("put_damaged")
+            else:
+                self._not_taken(chunk.key)
             self._know(chunk.key, Stored(names[place], sizes[place]) if kept else None)
+        if broken:  # else it would be found
+            self._puts.remove([names[place] for place in sorted(broken)])
 
     # Bringing
 
@@ -505,14 +527,8 @@ class Carrier:
 
     def _take_asked(self) -> list[bytes]:
         with self._lock:
-            taken, nbytes = 0, 0
-            for key in self._queued[: MOST_NAMES // 2]:
-                match = self._there.get(key)
-                nbytes += match.nbytes if match else _GET_BYTES // 8
-                taken += 1
-                if nbytes >= _GET_BYTES:
-                    break
-            keys, self._queued = self._queued[:taken], self._queued[taken:]
+            most = MOST_NAMES // 2  # a chunk can have two names
+            keys, self._queued = self._queued[:most], self._queued[most:]
         return keys
 
     def _brought(self, key: bytes, cause: str = "", detail: str = "") -> None:
@@ -537,12 +553,16 @@ class Carrier:
         unknown = [key for key in keys if stored[key] is None]
         stored |= zip(unknown, self._look(self._gets, unknown), strict=True) if unknown else ()
         hits = [(key, each) for key in keys if (each := stored[key])]
+        for key in keys:
+            if stored[key] is None:
+                self._gone(key)
         damaged: list[Stored] = []
-        seen = set()
 
-        def take(first: int, place: int, data: memoryview) -> None:
-            key, each = hits[first + place]
-            seen.add(key)
+        def take(place: int, data: memoryview) -> None:
+            key, each = hits[place]
+            if not data:
+                self._gone(key)
+                return
             try:
                 opened = unpacked(key, self._seal.open(each.name, data))
                 self._keep(opened)
@@ -558,16 +578,13 @@ class Carrier:
                 self._count("brought_bytes", len(data))
                 self._brought(key)
 
-        for first, stop in _batches([each.nbytes for _, each in hits]):
-            names = [each.name for _, each in hits[first:stop]]
-            sizes = [each.nbytes for _, each in hits[first:stop]]
-            self._gets.get(names, sizes, partial(take, first))
-        for key in keys:
-            if key not in seen:
-                self._know(key, None)
-                self._brought(key, Miss.EVICTED, "the far store has it no longer")
+        self._gets.get([each.name for _, each in hits], [each.nbytes for _, each in hits], take)
         if damaged:
             self._gets.remove([each.name for each in damaged])
+
+    def _gone(self, key: bytes) -> None:
+        self._know(key, None)
+        self._brought(key, Miss.EVICTED, "the far store has it no longer")
 
     def _keep(self, opened: Opened) -> None:
         """Write a chunk into the pool of this host. Raises PoolError."""
@@ -594,16 +611,3 @@ class Carrier:
                 writing.write(0, data)
                 if not writing.publish():
                     raise PoolError(Miss.REFUSED, "this host's pool was not written")
-
-
-def _batches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Split objects into batches of one call each. A stranger can write large objects, so at most one large object is
-    in memory at a time."""
-    first, nbytes = 0, 0
-    for place, size in enumerate(sizes):
-        if place > first and nbytes + size > _GET_BYTES:
-            yield first, place
-            first, nbytes = place, 0
-        nbytes += size
-    if first < len(sizes):
-        yield first, len(sizes)

@@ -36,12 +36,14 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """A call of the store. The objects lie one after another in the shared memory, each with room of its `size`."""
+    """A call of the store. The objects lie one after another in the shared memory, from `start` on, each with room of its
+    `size`."""
 
     number: int
     method: str
     names: Annotated[list[Name], msgspec.Meta(max_length=MOST_NAMES)]
     sizes: list[Size] = []
+    start: Size = 0
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -63,13 +65,13 @@ class _Shared:
         self._descriptor = descriptor
         self._memory: mmap.mmap | None = None
 
-    def room(self, nbytes: int) -> memoryview:
-        """Its first bytes."""
+    def room(self, start: int, nbytes: int) -> memoryview:
+        """Its bytes from `start` on."""
         # The carrier cuts the file off after a large call: what is mapped beyond it must not be touched.
         length = os.fstat(self._descriptor).st_size
         if self._memory is None or len(self._memory) != length:
             self._memory = mmap.mmap(self._descriptor, length)
-        return memoryview(self._memory)[:nbytes]
+        return memoryview(self._memory)[start : start + nbytes]
 
 
 def serve(channel: socket.socket, descriptor: int) -> None:
@@ -102,7 +104,7 @@ def _called(store: FarStore, call: Call, shared: _Shared) -> list[int]:
         return []
     if not (nbytes := sum(call.sizes)):
         return [0] * len(call.names)
-    with shared.room(nbytes) as room:
+    with shared.room(call.start, nbytes) as room:
         places = _places(room, call.sizes)
         try:
             if call.method == "get":

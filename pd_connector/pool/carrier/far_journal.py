@@ -18,6 +18,9 @@ from pd_connector.pool.far.seal import Seal
 
 MOST_KEYS = 1 << 18
 """Chunks of which a journal tells. If there are more, those that were noted longest ago are forgotten."""
+MOST_GONE = 1 << 14
+"""Missing chunks of which a journal tells. Each look-up adds some, also of chunks that nobody has ever put, and they must not
+push out those that are there."""
 MARK_BYTES = 16
 _MARK = b"pd-connector: the mark of a far store"
 _FIRST = 1 << 40
@@ -31,7 +34,8 @@ class FarJournal:
         self._lock = threading.Lock()
         self.far = ""
         """The far store's id, in 32 hexadecimal digits; empty while it is not known."""
-        self._there: OrderedDict[bytes, bool] = OrderedDict()
+        self._there: OrderedDict[bytes, None] = OrderedDict()
+        self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._log: list[
             bytes
         ] = []  # the key of each event; those of an older event of a key are passed over
@@ -41,15 +45,20 @@ class FarJournal:
     def note(self, keys: Iterable[bytes], there: bool) -> None:
         """These chunks are in the far store, or are not."""
         with self._lock:
+            to, other, most = (
+                (self._there, self._gone, MOST_KEYS)
+                if there
+                else (self._gone, self._there, MOST_GONE)
+            )
             for key in keys:
-                if self._there.get(key) is there:
+                if key in to:
                     continue
-                self._there.pop(key, None)
-                self._there[key] = there
+                other.pop(key, None)
+                to[key] = None
                 self._places[key] = len(self._log)
                 self._log.append(key)
-            while len(self._there) > MOST_KEYS:
-                self._places.pop(self._there.popitem(last=False)[0])
+            while len(to) > most:
+                self._places.pop(to.popitem(last=False)[0])
             if len(self._log) > 2 * MOST_KEYS:
                 self._renumber()
 
@@ -75,7 +84,7 @@ class FarJournal:
             while place < len(self._log) and len(events) < MOST_PAGE:
                 key = self._log[place]
                 if self._places.get(key) == place:
-                    events.append((key, self._there[key]))
+                    events.append((key, key in self._there))
                 place += 1
             more = place < len(self._log)
             return FarPage(self.far, events, self._first + place, whole=whole, more=more)
@@ -86,7 +95,7 @@ class FarJournal:
     def _renumber(self) -> None:
         """Give the present chunks new numbers, by which readers notice that the journal has begun again."""
         self._begin()
-        self._there = OrderedDict((key, True) for key, there in self._there.items() if there)
+        self._gone.clear()
         self._log = list(self._there)
         self._places = {key: place for place, key in enumerate(self._log)}
 
@@ -128,6 +137,8 @@ def _opened_mark(client: FarClient, seal: Seal, name: str, size: int) -> bytes |
     read: list[bytes] = []
 
     def take(_place: int, data: memoryview) -> None:
+        if not data:
+            return
         try:
             read.append(bytes(seal.open(name, data)))
         except PoolError:

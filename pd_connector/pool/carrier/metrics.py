@@ -35,7 +35,7 @@ _FINDS = {"found": "finds_found", "none": "finds_none", "silent": "silent_finds"
 """Label `cause` of `finds`: the name of the carrier's count."""
 _BY_CAUSE = {
     "puts": (
-        "Chunks that this host has saved, by what became of them: `put`; `there` already; `refused` by the far store; `too_large` for it; `damaged` here; `gone` from this host before; `failed` (see the log); `left_out`, because too many waited.",
+        "Chunks that this host has saved, by what became of them: `put`; `there` already; `refused` by the far store, three times in 36 s; `too_large` for it; `damaged` here; `gone` from this host before; `failed` (see the log); `left_out`, because too many waited.",
         _PUTS,
     ),
     "brings": (

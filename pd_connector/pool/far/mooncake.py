@@ -34,7 +34,7 @@ _PREFIX = "pd:"
 
 
 class MooncakeStore(FarStore):
-    """Names become keys `pd:NAME`. Existing objects are not overwritten: `put` reports them as stored."""
+    """Names become keys `pd:NAME`. Existing objects are not overwritten: `put` reports them as stored, once they are complete."""
 
     package = "mooncake-transfer-engine (on a CPU: mooncake-transfer-engine-non-cuda)"
     most_bytes = _BUFFER_BYTES // 2
@@ -100,10 +100,11 @@ class MooncakeStore(FarStore):
         return read
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
-        return [
-            self._client.put(_PREFIX + name, each) == 0
-            for name, each in zip(names, data, strict=True)
-        ]
+        keys = [_PREFIX + name for name in names]
+        taken = [self._client.put(key, each) == 0 for key, each in zip(keys, data, strict=True)]
+        # It also answers 0 while another put of the object is unfinished. If that put's client has died, nothing is kept.
+        there = self._client.batch_is_exist(keys)
+        return [done and is_there > 0 for done, is_there in zip(taken, there, strict=True)]
 
     def remove(self, names: Sequence[str]) -> None:
         # By force: each object that was asked for has a lease.

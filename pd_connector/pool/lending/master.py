@@ -46,7 +46,6 @@ class DrainJob(msgspec.Struct, frozen=True):
 
     status_name: str
     succeeded_units: int
-    blocked_units: int
     active_units: int
     message: str = ""
 

@@ -21,33 +21,35 @@ class About(msgspec.Struct, frozen=True):
         version: version of pd-connector; empty if the engine does not say.
         newest, oldest: the wire schemas that it speaks.
         model: the model that its first rank had loaded at its start; None if the engine does not say.
+        audit_tokens: tokens of the shortest prompt whose recurrent states it can compare; 0: its model keeps none.
     """
 
     version: Name = ""
     newest: Count = 1
     oldest: Count = 1
     model: ModelFacts | None = None
+    audit_tokens: Count = 0
 
     @property
     def schemas(self) -> str:
         return f"{self.oldest}-{self.newest}"
 
 
-def own(model: ModelFacts | None = None) -> About:
+def own(model: ModelFacts | None = None, audit_tokens: int = 0) -> About:
     """The description of an engine of this installation."""
-    return About(__version__, messages.SCHEMA, messages.OLDEST_SCHEMA, model)
+    return About(__version__, messages.SCHEMA, messages.OLDEST_SCHEMA, model, audit_tokens)
 
 
-def written(model: ModelFacts | None) -> dict[str, Any]:
+def written(model: ModelFacts | None, audit_tokens: int = 0) -> dict[str, Any]:
     """The description of this engine, as a field of `kv_transfer_params`."""
-    return {FIELD: msgspec.to_builtins(own(model))}
+    return {FIELD: msgspec.to_builtins(own(model, audit_tokens))}
 
 
 def read(params: object) -> About:
     """The description in the `kv_transfer_params` of an engine's answer. They can be of any type that JSON has."""
     field = params.get(FIELD) if isinstance(params, dict) else None
     fields = field if isinstance(field, dict) else {}
-    for names in (About.__struct_fields__, ("version", "newest", "oldest")):
+    for names in (About.__struct_fields__, ("version", "newest", "oldest", "audit_tokens")):
         try:
             return msgspec.convert({name: fields[name] for name in names if name in fields}, About)
         except msgspec.ValidationError:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A test prompt that audits a pair of engines before users come."""
 
+import math
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -12,17 +13,25 @@ _WORDS = (
 )
 
 
-def audit_body(model: str, params: Mapping[str, Any], salt: str) -> dict[str, Any]:
+_MOST_CHARACTERS = 8
+"""Characters of a token of this text: more than tokenizers make of English. What is too much is cut off."""
+
+
+def audit_body(model: str, params: Mapping[str, Any], salt: str, tokens: int = 0) -> dict[str, Any]:
     """A completion of one token.
 
     Args:
         model: the name under which this engine serves its model.
         params: its `kv_transfer_params`.
         salt: from `fresh_salt`; the same for both engines.
+        tokens: the prompt's length, the same for both engines; 0: about a hundred. The decode engine says what it needs
+            (`About.audit_tokens`).
     """
+    copies = math.ceil(tokens * _MOST_CHARACTERS / len(_WORDS)) or 1
     return {
         "model": model,
-        "prompt": _WORDS,
+        "prompt": " ".join([_WORDS] * copies),
+        **({"truncate_prompt_tokens": tokens} if tokens else {}),
         "max_tokens": 1,
         "temperature": 0,
         "cache_salt": salt,

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from pd_connector.errors import Cause
+from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
 from pd_connector.protocol.wire.params import describe_params, prefill_params
 from pd_connector.remedies import remedy_of
@@ -33,6 +34,8 @@ class Engine(NamedTuple):
     ask: Ask
     model: str
     hands_over: bool
+    audit_tokens: int
+    """See `About`."""
 
 
 class Verdict(NamedTuple):
@@ -105,7 +108,8 @@ def look(url: str, ask: Ask) -> Engine:
         answer = _post(ask, {**body, "kv_transfer_params": describe_params()})
     except (ValueError, LookupError, TypeError) as error:
         raise PeerError(f"{url} does not answer as a vLLM engine: {error!r}") from None
-    return Engine(url, ask, model, bool((answer.get("kv_transfer_params") or {}).get("describe")))
+    params = answer.get("kv_transfer_params") or {}
+    return Engine(url, ask, model, bool(params.get("describe")), about.read(params).audit_tokens)
 
 
 def pairs_of(engines: Sequence[Engine]) -> Iterator[tuple[Engine, Engine]]:
@@ -140,12 +144,12 @@ def judge(prefill: Engine, decode: Engine, sleep: Callable[[float], None] = time
 
 def _round(prefill: Engine, decode: Engine, sleep: Callable[[float], None]) -> str:
     """The end of one prompt: `used`, `passed`, or the cause of an audit that did not pass."""
-    before, salt = _counts(decode), fresh_salt()
-    answer = _post(prefill.ask, audit_body(prefill.model, prefill_params(), salt))
+    before, salt, tokens = _counts(decode), fresh_salt(), decode.audit_tokens
+    answer = _post(prefill.ask, audit_body(prefill.model, prefill_params(), salt, tokens))
     params = answer.get("kv_transfer_params")
     if not isinstance(params, dict):
         raise PeerError(f"{prefill.url} hands no KV over")
-    _post(decode.ask, audit_body(decode.model, params, salt))
+    _post(decode.ask, audit_body(decode.model, params, salt, tokens))
     for _ in range(int(VERDICT_S / _LOOK_S)):
         now = _counts(decode)
         grown = [cause for cause, count in now.items() if count > before.get(cause, 0.0)]

@@ -401,7 +401,7 @@ def carry(
             max=30.0,
             help="Seconds that the far store has for an answer. Then its client is killed, and engines compute for a while.",
         ),
-    ] = 0.25,
+    ] = 0.2,
     client_python: Annotated[
         str,
         typer.Option(

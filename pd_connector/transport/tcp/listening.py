@@ -19,7 +19,6 @@ from pd_connector.transport.tcp.watch import Watch
 MAX_PENDING = 128
 HANDSHAKE_S = 5.0
 """How long a dialler may take to prove itself, and a dialler may wait for a session to connect it."""
-_BACKLOG = 1024
 _BATCH = 64
 _FULL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
@@ -43,7 +42,7 @@ class Listening:
         self, host: str, ports: range, watch: Watch, pace: Pace, introduce: Introduce
     ) -> None:
         self.host = numeric(host)
-        self._socket = bound_within(self.host, ports, _BACKLOG, again=True)
+        self._socket = bound_within(self.host, ports)
         self.port = int(self._socket.getsockname()[1])
         self._watch = watch
         self._pace = pace

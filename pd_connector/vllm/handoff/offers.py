@@ -136,7 +136,8 @@ class Offers(Part):
         request_id = request.request_id
         if request_id in self._describes:
             self._describes.discard(request_id)
-            description = about.written(self._model.facts)
+            tokens = self._states.shortest_with_boundary
+            description = about.written(self._model.facts, tokens)
             return Ended(False, transfer_params.description(self.address, description))
         if request_id not in self._transfers:
             return Ended(False, None)

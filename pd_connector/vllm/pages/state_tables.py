@@ -73,13 +73,17 @@ class StateTables:
 
     @property
     def shortest_with_boundary(self) -> int:
-        """Length of the shortest prompt that has a `boundary`, also if its last token is left out.
+        """Length of the shortest prompt that has a `boundary`, also if its last token is left out. 0: no prompt has one.
 
         >>> StateTables([0, 16]).shortest_with_boundary
         17
         >>> StateTables([0, 16], drops_last=True).shortest_with_boundary
         33
+        >>> StateTables([0]).shortest_with_boundary, StateTables([0, None]).shortest_with_boundary
+        (0, 0)
         """
+        if not self or not self.keeps_boundaries:
+            return 0
         step = math.lcm(*(size for size in self._page_sizes if size))
         return (2 if self._drops_last else 1) * step + 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 from scheduler_plugins.router.roles.days import LEAST_DAYS, Days
@@ -19,19 +19,18 @@ WRITE_S = 600.0
 class DaysFile:
     """Sums up the requests of a router, minute by minute. Only minutes in which the router ran all the time count."""
 
-    def __init__(self, path: Path, wall_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path) -> None:
         """Read the file. Raises DaysError."""
         self._path = path
-        self._wall_s = wall_s
         self._days = Days.load(path)
         self._minute: int | None = None  # that passes now, of all since 1970
         self._whole = False  # whether it was seen from its beginning
-        self._written_s = wall_s()
+        self._written_s = time.time()
         self._counted = dict[str, bool]()
 
     def note(self, history: History, groups: Collection[str], now_s: float) -> None:
         """Call about once a second."""
-        wall_s = self._wall_s()
+        wall_s = time.time()
         minute = int(wall_s // 60)
         if minute == self._minute:
             return
@@ -47,7 +46,7 @@ class DaysFile:
     def usual_per_s(self, group: str, ahead_s: float) -> dict[str, float]:
         """Mean requests a second, on earlier days, at the minute `ahead_s` from now; empty if fewer than two days are
         known."""
-        usual = self._days.per_s(group, _of_day(self._wall_s() + ahead_s))
+        usual = self._days.per_s(group, _of_day(time.time() + ahead_s))
         if self._counted.get(group) is not (counts := usual is not None):
             self._counted[group] = counts
             text = "now count" if counts else f"do not count yet: {LEAST_DAYS} are needed"

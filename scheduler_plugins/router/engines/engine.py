@@ -224,17 +224,13 @@ class BackendEngine(Loaded):
         return self.down_since is not None and not (self.refusing or self.answers)
 
     def set_up(self) -> None:
-        self.begin_life(up=True)
+        if not self.up:
+            self.starts += 1
+            self.signs, self._refuses = Signs(), False
         self.up, self.refusing, self.answers, self.down_since = True, False, False, None
         if self.address is not None or not self.hands_over:
             self.reason = ""
         self._report()
-
-    def begin_life(self, *, up: bool) -> None:
-        """Note a start, if the engine comes up now."""
-        if up and not self.up:
-            self.starts += 1
-            self.signs, self._refuses = Signs(), False
 
     def set_down(self, now: float, reason: str, *, refusing: bool, answers: bool = False) -> bool:
         """Take the engine out of service. Its address is void, because a restart changes it.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
+from pd_connector.protocol.wire import about
 from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
 from pd_connector.protocol.wire.params import ProducerAddress, prefill_params
 from pd_connector.remedies import remedy_of, unread_in
@@ -28,6 +29,7 @@ from scheduler_plugins.router.engines.kinds import Kind
 from scheduler_plugins.router.engines.ranks import sent_to
 from scheduler_plugins.router.engines.traffic import read
 from scheduler_plugins.router.loop import is_behind, ran_s
+from scheduler_plugins.router.prompt.transfer import probe
 from scheduler_plugins.router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -218,13 +220,18 @@ class PairAudits:
             await asyncio.sleep(min(_LOOK_S, VERDICT_S))
 
     async def _send(self, pair: _Pair) -> None:
-        """Send the prompt to the prefill engine, then to the decode engine with the prefill engine's answer."""
+        """Send the prompt to the prefill engine, then to the decode engine with the prefill engine's answer. It is as long as
+        the decode engine needs it: states of recurrent layers can be compared after a whole page only."""
         model, salt = pair.prefill.model, fresh_salt()
-        answer = await self._ask(pair.prefill, pair.rank, audit_body(model, prefill_params(), salt))
+        described = await self._ask(pair.decode, pair.decode_rank, probe(model))
+        tokens = about.read(described.get("kv_transfer_params")).audit_tokens
+        body = audit_body(model, prefill_params(), salt, tokens)
+        answer = await self._ask(pair.prefill, pair.rank, body)
         params = answer.get("kv_transfer_params")
         if not isinstance(params, dict):
             raise ValueError("the prefill engine hands over no KV")
-        await self._ask(pair.decode, pair.decode_rank, audit_body(model, params, salt))
+        body = audit_body(model, params, salt, tokens)
+        await self._ask(pair.decode, pair.decode_rank, body)
 
     async def _ask(
         self, engine: BackendEngine, rank: int, body: Mapping[str, Any]

@@ -176,5 +176,20 @@ def test_a_chunk_that_is_gone_is_told_when_it_is_looked_for(
     assert (chunks[0], False) in told_events(b)
 
 
+def test_look_ups_of_chunks_that_nobody_has_push_nothing_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(far_journal, "MOST_KEYS", 8)
+    monkeypatch.setattr(far_journal, "MOST_GONE", 4)
+    journal = FarJournal()
+    journal.note(keys(8), True)
+    for first in range(100, 200):
+        journal.note(keys(1, first), False)
+        assert known(pages(journal)) == set(keys(8))
+    assert len(journal._places) <= 12
+    journal.note(keys(1, 3), False)
+    assert known(pages(journal)) == set(keys(8)) - set(keys(1, 3))
+
+
 def told_events(host: Host) -> list[tuple[bytes, bool]]:
     return [event for page in pages(host.carrier.journal) for event in page.events]

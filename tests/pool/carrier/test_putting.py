@@ -2,12 +2,14 @@
 """What a carrier puts into a far store that does not take everything, or loses what it had."""
 
 import math
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from chunks import chain, save
-from support.far_objects import Objects
+from support.far_objects import Far
 from support.pool_stores import patient, store
 from support.waits import until
 
@@ -15,6 +17,8 @@ from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.carrier import carrier as carrier_module
 from pd_connector.pool.carrier import far_journal, markers
 from pd_connector.pool.carrier.carrier import Carrier
+from pd_connector.pool.carrier.child import MOST_NAMES
+from pd_connector.pool.carrier.object import Packed
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.local import LocalStore
 
@@ -23,34 +27,12 @@ __all__ = ["patient", "store"]
 MOST_BYTES = 50_000
 
 
-class Far(Objects):
-    """All three clients of a carrier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready, self.killed, self.pid, self.problem = True, 0, 0, ""
-        self.opened, self.since_s = 1, 0.0
-        self.errors = self.looked = 0
-        self.asked: set[str] = set()
-
-    @property
-    def chunks(self) -> int:
-        """Objects that are chunks, not markers."""
-        return sum(len(data) > 1000 for data in list(self.objects.values()))
-
-    def has(self, names: Sequence[str]) -> list[int]:
-        self.looked += 1
-        self.asked.update(names)
-        return super().has(names)
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> Far:
     made = Far()
     monkeypatch.setattr(carrier_module, "FarClient", lambda *args: made)
     monkeypatch.setattr(carrier_module, "_FOLLOWS_S", 0.01)
+    monkeypatch.setattr(carrier_module, "_OFFERED_AGAIN_S", (0.01, 0.02))
     monkeypatch.setattr(markers, "_LOOKS_S", 0.01)
     monkeypatch.setattr(carrier_module, "_PUT_BYTES", 15_000)  # two chunks
     return made
@@ -230,18 +212,98 @@ class Unkept(dict[str, bytes]):
     def __setitem__(self, name: str, data: bytes) -> None: ...
 
 
-def test_chunks_that_were_taken_and_not_kept_are_put_again(
+def test_chunks_that_were_not_taken_are_offered_again_though_nothing_new_is_saved(
+    store: LocalStore, carrier: Carrier, far: Far
+) -> None:
+    """Mooncake refuses while it evicts, and for 30 s after another host's client has died in mid-put."""
+    offers: Counter[str] = Counter()
+
+    def refuses(name: str) -> bool:
+        offers[name] += 1
+        return offers[name] <= 2
+
+    far.refuses = refuses
+    keys = chain("prompt", 3)
+    assert save(store, keys) == 3
+    done(carrier, "put", 3)
+    assert "not_put" not in carrier.status().counts
+    assert {key for key, there in carrier.journal.page(0).events if there} == set(keys)
+    assert not carrier._offered_again
+
+
+def test_a_refused_chunk_that_leaves_its_host_is_given_up(
     store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = far.objects
-    monkeypatch.setattr(carrier_module, "_UNFINISHED_S", 0.3)
-    far.objects = Unkept()
-    far.opened += 1
-    assert save(store, chain("prompt", 3)) == 3
-    done(carrier, "put", 3)
-    far.objects = kept
-    far.opened += 1  # its client has died in mid-put, and is opened: the same again
-    until(lambda: far.chunks == 3, "the chunks again, though nothing new is saved or opened")
+    monkeypatch.setattr(carrier_module, "_OFFERED_AGAIN_S", (3600.0,))
+    far.refuses = lambda name: True
+    keys = chain("prompt", 2)
+    assert save(store, keys) == 2
+    until(lambda: len(carrier._offered_again) == 2, "both are refused")
+    store.remove(keys)
+    done(carrier, "not_put", 2)
+    assert not carrier._offered_again
+
+
+def test_a_look_up_that_began_before_a_put_does_not_hide_it(
+    store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key,) = chain("prompt", 1)
+    has = far.has
+
+    def slow(names: Sequence[str]) -> list[int]:
+        answer = has(names)
+        if threading.current_thread() is threading.main_thread():
+            assert save(store, [key]) == 1
+            done(carrier, "put", 1)
+        return answer
+
+    monkeypatch.setattr(far, "has", slow)
+    assert not carrier.find([key]).sizes
+    assert carrier.journal.page(0).events == [(key, True)]
+
+
+def test_ends_of_a_chain_that_the_far_store_has_lost_are_put_again(
+    store: LocalStore, carrier: Carrier, far: Far
+) -> None:
+    """A look-up asks for some of a chain's chunks only. What comes behind the first missing one is saved again."""
+    keys = chain("prompt", 10)
+    assert save(store, keys) == 10
+    done(carrier, "put", 10)
+    names = [Seal((b"k" * 32,)).names(key)[0] for key in keys]
+    store.remove(keys)
+    far.remove(names[5:])
+    far.asked.clear()
+    assert len(carrier.find(keys).sizes) == 5
+    assert not far.asked.issuperset(names), "control: some were not asked for"
+    assert save(store, keys[5:], keys[4]) == 5
+    until(lambda: far.chunks == 10, "the whole chain again")
+
+
+def test_a_long_chain_of_small_chunks_is_put_in_calls_that_a_client_takes(
+    store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrier_module, "_PUT_BYTES", 32 << 20)
+    far.is_ready = False
+    keys = chain("prompt", 2 * MOST_NAMES)
+    assert save(store, keys, nbytes=2000) == len(keys)
+    with carrier._lock:
+        carrier._waiting[keys[-1]] = 0  # with all its parents
+    far.is_ready = True
+    done(carrier, "put", len(keys))
+    assert far.most_names == MOST_NAMES
+
+
+def test_a_chunk_that_is_damaged_here_leaves_nothing_in_the_far_store(
+    store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def into(self: Packed, buffer: memoryview, offset: int) -> None:
+        raise PoolError(Miss.DAMAGED, "a part is damaged")
+
+    monkeypatch.setattr(Packed, "into", into)
+    keys = chain("prompt", 2)
+    assert save(store, keys) == 2
+    done(carrier, "put_damaged", 2)
+    assert not any(far.has([name for key in keys for name in Seal((b"k" * 32,)).names(key)]))
 
 
 def test_the_loss_of_one_node_among_many_is_noticed(far: Far) -> None:

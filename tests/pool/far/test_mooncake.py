@@ -65,6 +65,16 @@ def test_hosts_share_through_mooncake_and_a_stranger_causes_misses() -> None:
 
 @here
 @pytest.mark.netns
+def test_an_object_that_another_client_died_putting_is_not_taken_for_stored() -> None:
+    seen = in_a_namespace("mooncake_unfinished.py", "SEEN", timeout_s=240)
+    # The first is the control: Mooncake answers that it has stored the object.
+    assert seen == {
+        "answer of Mooncake": 0, "taken": [False], "there": [0], "afterwards": [8 << 20],
+    }  # fmt: skip
+
+
+@here
+@pytest.mark.netns
 def test_a_stranger_who_writes_into_the_memory_where_objects_land_causes_misses() -> None:
     """He writes between the end of a transfer and the reader's copy, then without end while it reads."""
     found = in_a_namespace("mooncake_landing.py", "FOUND")

@@ -197,6 +197,7 @@ class FakeEngine:
         self.name = name
         self.engine_id = engine_id
         self.consumes = True
+        self.about: dict[str, Any] = {}
         self.behave: Behaviour = answer
         self.api_key = ""
         self.healthy = True
@@ -386,6 +387,8 @@ class FakeEngine:
                 "remote_port": 7000,
                 "describe": True,
             }
+        if self.about:
+            params = {**(params or {}), **self.about}
         return web.json_response({"id": "cmpl-0", **choices("a"), "kv_transfer_params": params})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer
 
+from pd_connector.protocol.wire import about
 from pd_connector.tools.cli.audit import Engine, audit, judge, look, pairs_of
 from pd_connector.tools.cli.checks.asking import PeerError
 
@@ -74,6 +75,35 @@ def test_anything_else_is_no_pass(ends: list[str], said: str) -> None:
     good, told = verdict(*ends)
     assert not good
     assert said in told
+
+
+@pytest.mark.parametrize("needed", [0, 545])
+def test_both_sides_get_one_prompt_of_the_length_that_the_decode_engine_needs(needed: int) -> None:
+    sent: list[Mapping[str, Any]] = []
+
+    def ask(path: str, body: Mapping[str, Any] | None) -> str:
+        if body is not None:
+            sent.append(body)
+        return json.dumps({"kv_transfer_params": PLACE})
+
+    judge(
+        Engine("p", ask, "m", hands_over=True, audit_tokens=0),
+        Engine("d", ask, "m", hands_over=False, audit_tokens=needed),
+        sleep=lambda seconds: None,
+    )
+    prefill, decode = sent[:2]
+    assert prefill["prompt"] == decode["prompt"]
+    assert prefill.get("truncate_prompt_tokens", 0) == needed
+    assert decode.get("truncate_prompt_tokens", 0) == needed
+    assert len(decode["prompt"]) >= 8 * needed, "a token has seven characters at most"
+
+
+def test_an_engine_tells_how_long_that_prompt_must_be() -> None:
+    def ask(path: str, body: Mapping[str, Any] | None) -> str:
+        told = {"kv_transfer_params": about.written(None, 545)}
+        return json.dumps(told if body else {"data": [{"id": "m"}]})
+
+    assert look("http://d", ask).audit_tokens == 545
 
 
 def test_each_that_hands_over_is_paired_with_each_that_only_fetches() -> None:

@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,16 @@ def test_the_lines_of_the_help_are_those_of_the_commands() -> None:
             assert group.get_command(ctx, name).get_short_help_str(200).rstrip(".") == line.rstrip(
                 "."
             )
+
+
+@pytest.mark.parametrize("command", ["pool ls", "bench wire", "profile"])
+def test_a_help_breaks_its_lines_where_the_terminal_ends(command: str) -> None:
+    """typer keeps the line breaks of a docstring: on a narrower page each second line had two words."""
+    said = run(*command.split(), "--help").stdout.partition("Usage:")[2].partition("╭")[0]
+    for paragraph in said.split("\n" + " " * 200 + "\n")[1:]:
+        lines = [line.strip() for line in paragraph.splitlines() if line.strip()]
+        for line, following in pairwise(lines):
+            assert len(line) + len(following.split()[0]) > 190, said
 
 
 def test_the_help_imports_no_command() -> None:

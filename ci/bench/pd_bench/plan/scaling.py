@@ -46,11 +46,6 @@ def sine(at_s: float) -> float:
     return (LOW + HIGH) / 2 - (HIGH - LOW) / 2 * cos(2 * pi * at_s / SECONDS)
 
 
-def constant(at_s: float) -> float:
-    """The mean of the sine."""
-    return (LOW + HIGH) / 2
-
-
 def ends(at_s: float) -> float:
     """Half an hour of a high rate, and then nothing but a request in a quarter of an hour."""
     return 3.0 if at_s < HOUR_S / 2 else 1 / (HOUR_S / 4)

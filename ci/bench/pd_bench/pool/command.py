@@ -14,7 +14,7 @@ from pd_bench.machine import Noise
 from pd_bench.pool import cross as both_kinds
 from pd_bench.pool import disk as disk_reads
 from pd_bench.pool import far as far_store
-from pd_bench.pool import far_engines, lookups, rivals
+from pd_bench.pool import far_engines, far_hits, lookups, rivals
 from pd_bench.pool import sglang as sglang_engines
 from pd_bench.pool import slow as slow_stores
 from pd_bench.pool import trace as hit_rates
@@ -22,7 +22,7 @@ from pd_bench.pool.engines import need_vllm, running
 from pd_bench.pool.folders import own_folder
 from pd_bench.pool.measure import PROMPT_TOKENS, EngineMeasurement
 from pd_bench.pool.raw import RawBench
-from pd_bench.report import Comparison
+from pd_bench.report import BenchError, Comparison
 from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
@@ -61,7 +61,7 @@ def pool(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Hit rates of this trace (Mooncake's JSON lines), with four processes that save. With --far hits: the trace that four hosts play."
+            help="Hit rates of this trace (Mooncake's JSON lines), with four processes that save. With --far hits or hits-mooncake: the trace that four hosts play."
         ),
     ] = None,
     disk: Annotated[
@@ -73,7 +73,7 @@ def pool(
     far: Annotated[
         str,
         typer.Option(
-            help=f"The pool across hosts, with stores of its own: all, or some of {', '.join((*far_store.ROWS, *far_engines.ROWS, far_store.HITS))} with commas. {far_engines.ROWS[0]} to {far_engines.ROWS[-1]} start engines on two hosts (namespaces, as root)."
+            help=f"The pool across hosts, with stores of its own: all, or some of {', '.join((*far_store.ROWS, *far_engines.ROWS, *far_store.HITS))} with commas. {far_engines.ROWS[0]} to {far_engines.ROWS[-1]} start engines on two hosts (namespaces, as root)."
         ),
     ] = "",
     peer_env: Annotated[Path, typer.Option(help="Virtual environment that has Mooncake.")] = Path(
@@ -136,11 +136,16 @@ def pool(
         if far:
             noise = Noise([])
             rows_far = far_store.chosen(far, far_engines.ROWS)
+            played = [name for name in rows_far if name in far_store.HITS]
             with_engines = [name for name in rows_far if name in far_engines.ROWS]
+            if played and trace is None:
+                raise BenchError(f"--far {played[0]}: needs --trace FILE, Mooncake's JSON lines")
             for name in with_engines:  # before one takes minutes
                 far_engines.check_possible(name)
-            if own := [name for name in rows_far if name not in with_engines]:
-                tables += far_store.measure(own, objects, runs, warm_ups, say, trace)
+            if own := [name for name in rows_far if name in far_store.ROWS]:
+                tables += far_store.measure(own, objects, runs, warm_ups, say)
+            if trace is not None:
+                tables += [far_hits.measure(name, trace, say) for name in played]
             for name in with_engines:
                 tables += far_engines.measure(name, prompt_tokens, runs, warm_ups, stderr, say)
             others_cores = max(others_cores, noise.cores())

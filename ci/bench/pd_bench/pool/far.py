@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 from pd_bench.pool.folders import own_folder
 from pd_bench.report import BenchError, Comparison
 from pd_bench.sample import Sample
+from pd_bench.serve.hosts import MOONCAKE, REDIS, key_file, need_store
 from pd_connector.errors import PoolError
 from pd_connector.pool.carrier.client import FarClient
 from pd_connector.pool.far.seal import Seal, read_keys
@@ -41,8 +41,8 @@ HEAD_BYTES = 4096
 BARS = {"put": 2.0, "get": 1.5, "verified": 3.0, "once": 4.1, "silent": 1.0}
 ROWS = ("cpu", "bytes", "once", "silent")
 """What can be measured, each alone."""
-HITS = "hits"
-"""A row that plays a trace: it is measured only if one is named."""
+HITS = {"hits": REDIS, "hits-mooncake": MOONCAKE}
+"""Rows that play a trace, and the far store of each. They are measured only if they are named."""
 _HOSTS, _REQUESTS, _PREFIX_CHUNKS = 4, 64, 8
 _LONGEST_WAIT_S = 0.25
 _STARTS_S = 60.0
@@ -55,21 +55,15 @@ class Server:
     """A Redis server that keeps nothing on a disk."""
 
     def __init__(self, folder: Path) -> None:
-        program = shutil.which("redis-server")
-        if program is None:
-            raise BenchError("--far needs a Redis server: apt install redis-server")
-        try:
-            import redis
-        except ImportError:
-            raise BenchError(
-                "--far needs Redis' client: pip install 'pd-connector[redis]'"
-            ) from None
+        need_store(REDIS)
+        import redis
+
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         quiet = ("--save", "", "--appendonly", "no", "--bind", "127.0.0.1", "--dir", str(folder))
         self.process = subprocess.Popen(
-            [program, "--port", str(self.port), *quiet],
+            ["redis-server", "--port", str(self.port), *quiet],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -94,16 +88,23 @@ class Server:
 
 
 class Host:
-    """A host's pool with its carrier, which is a process."""
+    """A host's pool with its carrier, which is a process.
 
-    def __init__(self, folder: Path, server: Server, key: Path, budget: int) -> None:
+    Args:
+        address: of the far store.
+        prefix: words before the carrier's command.
+    """
+
+    def __init__(
+        self, folder: Path, address: str, key: Path, budget: int, prefix: Sequence[str] = ()
+    ) -> None:
         folder.mkdir()
         memory = memory_folder({SHM_VARIABLE: str(folder)})
         memory.parent.mkdir(mode=0o700)
         self.own = LocalStore(Space(memory, budget))
         self.store = ReachingStore(self.own, memory)
-        command = [sys.executable, "-m", "pd_connector.tools.cli", "pool", "carry"]
-        environment = {**os.environ, SHM_VARIABLE: str(folder), "PD_CONNECTOR_FAR": server.address}
+        command = [*prefix, sys.executable, "-m", "pd_connector.tools.cli", "pool", "carry"]
+        environment = {**os.environ, SHM_VARIABLE: str(folder), "PD_CONNECTOR_FAR": address}
         with (folder / "carrier.log").open("ab") as log:
             self.carrier = subprocess.Popen(
                 [*command, "--key-file", str(key)], env=environment, stdout=log, stderr=log
@@ -175,35 +176,30 @@ def chosen(text: str, more: Sequence[str]) -> list[str]:
     """
     names = [*ROWS, *more]
     rows = names if text == "all" else text.split(",")
-    names.append(HITS)
+    names = [*names, *HITS]
     if unknown := [row for row in rows if row not in names]:
         raise BenchError(f"--far {unknown[0]}: must be all, or some of {', '.join(names)}")
     return rows
 
 
-def measure(
-    rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Say, trace: Path | None = None
-) -> list[Table]:
-    """Measure these rows.
+def measure(rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Say) -> list[Table]:
+    """Measure these rows of `ROWS`.
 
     Args:
         objects: of one run.
-        trace: for the row `hits`.
 
     Raises:
         BenchError: a chunk did not come, or is wrong.
     """
     tables = []
     with own_folder() as folder, contextlib.ExitStack() as opened:
-        key = folder / "key"
-        key.write_text(secrets.token_hex(32))
-        key.chmod(0o600)
+        key = key_file(folder)
         server = Server(folder)
         opened.callback(server.close)
 
         def hosts(count: int, budget: int) -> Iterator[Host]:
             for _ in range(count):
-                host = Host(folder / secrets.token_hex(4), server, key, budget)
+                host = Host(folder / secrets.token_hex(4), server.address, key, budget)
                 opened.callback(host.close)
                 yield host
 
@@ -224,13 +220,6 @@ def measure(
             tables.append(("one host", [_once(server, list(hosts(_HOSTS + 2, 1 << 30)), say)]))
         if "silent" in rows:
             tables.append(("limit", [_silent(server, list(hosts(2, 1 << 30)), say)]))
-        if HITS in rows:
-            from pd_bench.pool import far_hits
-
-            if trace is None:
-                raise BenchError("--far hits: needs --trace FILE, Mooncake's JSON lines")
-            four = list(hosts(far_hits.HOSTS, far_hits.own_bytes()))
-            tables.append(("exact LRU", [far_hits.measure(trace, server, four, say)]))
     return tables
 
 
@@ -330,10 +319,11 @@ def _opened(client: FarClient, seal: Seal, keys: Sequence[bytes]) -> None:
     for name, size in zip(names, client.has(names), strict=True):
 
         def take(place: int, data: memoryview, name: str = name) -> None:
-            opened.append(len(seal.open(name, data)))
+            if data:
+                opened.append(len(seal.open(name, data)))
 
         client.get([name], [size], take)
-    if len(opened) != len(keys) or min(opened) < OBJECT_BYTES:
+    if len(opened) != len(keys) or min(opened, default=0) < OBJECT_BYTES:
         raise BenchError("an object did not come from the far store")
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +27,23 @@ from rich.console import Console
 from pd_bench.handoff.pair import Prompts
 from pd_bench.harness import VLLM, pids_of, require
 from pd_bench.machine import cpu_seconds
-from pd_bench.netns import Bed, Namespace, available
+from pd_bench.netns import Bed, Namespace
 from pd_bench.pool.engines import begun, first_token, until, wait_for_pool
 from pd_bench.pool.folders import own_folder
 from pd_bench.report import BenchError, Comparison
 from pd_bench.sample import Sample, single
-from pd_bench.serve.hosts import MOONCAKE, REDIS, BenchHost, Server, carrier_command, key_file
+from pd_bench.serve.hosts import (
+    MOONCAKE,
+    REDIS,
+    BenchHost,
+    Server,
+    carrier_command,
+    key_file,
+    need_namespaces,
+    need_store,
+)
 from pd_connector.config import KEY_VARIABLE
+from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
@@ -172,6 +181,12 @@ class _Site:
         """Seconds to the first token, and the answer."""
         return first_token(engine.client, self.body(prompt))
 
+    def wait_saved(self, host: BenchHost, chunks: int) -> None:
+        """Wait until a host has this many chunks: its engine saves after its answer, too. Raises BenchError."""
+        engine = host.engines[0]
+        problem = f"{engine.name} has not saved all chunks; see {engine.log_path}"
+        until(lambda: _chunks(host) >= chunks, _PUTS_S, problem)
+
     def put_all(self, host: BenchHost) -> None:
         """Wait until all chunks of a host are in the far store. Raises BenchError."""
         problem = f"host {host.name} has not put its chunks within {_PUTS_S:g} s; see {host.log}"
@@ -182,15 +197,10 @@ def check_possible(row: str) -> None:
     """Raises BenchError that names what the row needs and this machine lacks."""
     require(VLLM)
     if row != PREFILL:
-        require(("mooncake", "pip install mooncake-transfer-engine-non-cuda, and libibverbs1"))
+        need_store(MOONCAKE)
     if row in (PREFILL, STOPPED):
-        require(("redis", "pip install redis"))
-        if not shutil.which("redis-server"):
-            raise BenchError("no redis-server: install it (Debian: apt install redis-server)")
-    if reason := available():
-        raise BenchError(
-            f"no network namespaces here ({reason}): run --far {row} as root with iproute2 installed, or name other rows"
-        )
+        need_store(REDIS)
+    need_namespaces(f"--far {row}")
 
 
 @contextlib.contextmanager
@@ -242,8 +252,10 @@ def _link(
     def run(name: str, prompt: list[int]) -> tuple[float, float]:
         """Milliseconds to the first token, and tokens loaded."""
         writer, reader = (a.engines[0], b.engines[0]) if name == "ours" else site.rivals
+        chunks = _chunks(a) + tokens // CHUNK_TOKENS
         _, computed = site.first_s(writer, prompt)
         if name == "ours":
+            site.wait_saved(a, chunks)
             site.put_all(a)
         else:
             time.sleep(_SAVES_S)
@@ -301,12 +313,7 @@ def _prefill(
             chunks, before_s = _chunks(host), cpu_seconds(pids[host.name])
             for _ in range(_AT_ONCE):
                 site.first_s(host.engines[0], prompts.make(tokens))
-            required = chunks + _AT_ONCE * (tokens // 128)
-            until(
-                lambda host=host, required=required: _chunks(host) >= required,  # type: ignore[misc]
-                _PUTS_S,
-                f"{host.engines[0].name} has not saved all chunks; see {host.engines[0].log_path}",
-            )
+            site.wait_saved(host, chunks + _AT_ONCE * (tokens // CHUNK_TOKENS))
             turn[host.name] = (cpu_seconds(pids[host.name]) - before_s) / (_AT_ONCE * tokens) * 1e6
             if host is far:
                 site.put_all(far)
@@ -330,14 +337,17 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table
         _empty(far)  # it has computed the prompts of the turn before
         site.carry(far)
         stored = [prompts.make(tokens) for _ in range(_STOPPED_REQUESTS)]
-        for prompt in stored:
+        used = prompts.make(tokens)
+        for prompt in (used, *stored):
             site.first_s(far.engines[0], prompt)
+        site.wait_saved(far, (1 + _STOPPED_REQUESTS) * (tokens // CHUNK_TOKENS))
         site.put_all(far)
         _empty(far)
         with contextlib.suppress(ValueError):  # it answers nothing
             far.engines[0].client.post("/reset_prefix_cache", {})
         for host in (far, alone):
             site.first_s(host.engines[0], prompts.make(tokens))
+        site.first_s(far.engines[0], used)  # the store shows its speed
         stopped = site.server.family(target)
         stopped.pause()
         waits: dict[str, list[float]] = {"far": [], "alone": []}

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import secrets
 import shutil
@@ -67,7 +66,6 @@ MOST_TOKENS = 8192
 AT_ONCE = 4
 MOST_ANSWER = 16
 _MEMORY = "1GiB"
-_LENT = 1 << 30
 _IN_USE_S = 240.0
 _PATIENCE_S = 120.0
 _PROMPTS, _PROMPT_TOKENS = 6, 2000
@@ -112,6 +110,7 @@ class Server:
 
     Args:
         lends: hosts with a node of Mooncake; all, unless they are named.
+        lent: bytes of each node.
     """
 
     def __init__(
@@ -120,10 +119,11 @@ class Server:
         sides: Sequence[Namespace],
         logs: Path,
         lends: Sequence[Namespace] | None = None,
+        lent: int = 1 << 30,
     ) -> None:
         self._kind, self._sides, self._logs = kind, sides, logs
-        self._lends = sides if lends is None else lends
-        self.port = sides[0].port()
+        self._lends, self._lent = sides if lends is None else lends, lent
+        self.port, self._admin = sides[0].port(), sides[0].port()
         self._families: dict[str, Family] = {}
 
     def address(self, side: Namespace) -> str:
@@ -141,12 +141,12 @@ class Server:
             keeps = ["--save", "", "--protected-mode", "no"]
             self._run("redis", self._sides[0], ["redis-server", *bind, *room, *keeps])
             return
-        ports = ["--port", str(self.port), "--metrics_port", str(self._sides[0].port())]
+        ports = ["--port", str(self.port), "--metrics_port", str(self._admin)]
         self._run("master", self._sides[0], [sys.executable, "-m", "mooncake.cli", *ports])
         for name, side in zip("ab", self._sides, strict=True):
             if side not in self._lends:
                 continue
-            lends = [side.address, f"{self._sides[0].address}:{self.port}", str(_LENT)]
+            lends = [side.address, f"{self._sides[0].address}:{self.port}", str(self._lent)]
             self._run(f"node-{name}", side, [sys.executable, "-c", _LENDER, *lends])
 
     def kill(self) -> None:
@@ -158,6 +158,12 @@ class Server:
     def family(self, name: str) -> Family:
         """The process `redis`, `master`, `node-a` or `node-b`."""
         return self._families[name]
+
+    def metric(self, name: str) -> float:
+        """A metric of Mooncake's master; 0 if it does not tell."""
+        with contextlib.suppress(HttpError):
+            return Client(f"http://{self._sides[0].management}:{self._admin}").metrics().total(name)
+        return 0.0
 
     def _run(self, name: str, side: Namespace, command: Sequence[str]) -> None:
         log = self._logs / f"{name}.log"
@@ -326,21 +332,28 @@ class HostsBench:
 
     def _check(self) -> None:
         require(VLLM, ("aiohttp", "our router needs it: pip install 'pd-connector[router]'"))
-        if self.far == REDIS:
-            require(("redis", "pip install 'pd-connector[redis]'"))
-            if not shutil.which("redis-server"):
-                raise BenchError(
-                    "no redis-server here: install it (Debian: apt install redis-server), or use --far mooncake"
-                )
-        elif importlib.util.find_spec("mooncake") is None:
-            raise BenchError(
-                "mooncake is not installed: pip install mooncake-transfer-engine-non-cuda, and install libibverbs1; or use "
-                "--far redis"
-            )
-        if reason := available():
-            raise BenchError(
-                f"no network namespaces here ({reason}): run it as root with iproute2 installed"
-            )
+        need_store(self.far)
+        need_namespaces("--far")
+
+
+def need_store(kind: str) -> None:
+    """Raises BenchError that names what a store of this kind needs and this machine lacks."""
+    if kind == MOONCAKE:
+        require(
+            ("mooncake", "pip install mooncake-transfer-engine-non-cuda, and install libibverbs1")
+        )
+        return
+    require(("redis", "pip install 'pd-connector[redis]'"))
+    if not shutil.which("redis-server"):
+        raise BenchError("no redis-server here: install it (Debian: apt install redis-server)")
+
+
+def need_namespaces(option: str) -> None:
+    """Raises BenchError if this option's network namespaces cannot be made here."""
+    if reason := available():
+        raise BenchError(
+            f"no network namespaces here ({reason}): run {option} as root with iproute2 installed"
+        )
 
 
 def key_file(folder: Path) -> Path:

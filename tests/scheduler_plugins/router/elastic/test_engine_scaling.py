@@ -23,7 +23,7 @@ from scheduler_plugins.cost.profile import save
 from scheduler_plugins.router.elastic import task
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.policies.base import Role
-from scheduler_plugins.router.roles import forecast, slo
+from scheduler_plugins.router.roles import slo
 from scheduler_plugins.router.roles.scaling import Limits
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings import elastic
@@ -102,7 +102,7 @@ def test_engines_come_and_go_with_the_load_and_no_request_is_lost(
     folder, settings = commands
     for module, name, value in (
         (task, "EVERY_S", 0.2),
-        (forecast, "BIN_S", 1),
+        (slo, "BIN_S", 1),
         (slo, "BIN_S", 1),
         (slo, "TREND_S", 5.0),
         (slo, "MIX_S", 10.0),

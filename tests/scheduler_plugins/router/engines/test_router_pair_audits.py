@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from router_fakes import FakeEngine, World, answer, choices, run, until
 
+from pd_connector.protocol.wire import about
 from scheduler_plugins.router.engines import pair_audits
 
 OURS = "# HELP pd_connector:audits_total Prompts.\n"
@@ -58,6 +59,19 @@ def test_each_pair_gets_one_prompt_first_on_the_prefill_side() -> None:
             assert len({salt for both in salts.values() for salt in both}) == 4, "nothing is cached"
             assert await pairs.metric("requests_total") == 0
             assert await pairs.metric("flows_total") == 0
+
+    run(scenario())
+
+
+def test_the_prompt_is_as_long_as_the_decode_engine_needs_it() -> None:
+    async def scenario() -> None:
+        pairs = ours(1, 1)
+        pairs.d[0].about = about.written(None, 545)
+        async with pairs:
+            await until(lambda: len(pairs.d[0].bodies) == 1, "the prompt")
+            for engine in pairs.p + pairs.d:
+                assert engine.bodies[0]["truncate_prompt_tokens"] == 545
+                assert len(engine.bodies[0]["prompt"]) >= 8 * 545
 
     run(scenario())
 
