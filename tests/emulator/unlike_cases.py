@@ -66,14 +66,17 @@ def _alone() -> None:
     ranks.initialize_model_parallel(1, 1)
 
 
-def _impl(**changed: Any) -> contextlib.AbstractContextManager[Any]:
-    found: Any = importlib.import_module("pd_kernels.vllm.paged_diffkv")
-    return mock.patch.multiple(found.PagedFlashDiffKvImpl, **changed)
+def _within_keys(batch: Any) -> contextlib.AbstractContextManager[Any]:
+    """Values are read from 64 elements before their place on. Layers keep views of their cache, so not `pages` is changed."""
+    impl: Any = importlib.import_module("pd_kernels.vllm.paged_diffkv").PagedFlashDiffKvImpl
+    read = impl._read
 
+    def shifted(self: Any, query: torch.Tensor, cache: torch.Tensor, dtype: Any) -> Any:
+        query, keys, _ = read(self, query, cache, dtype)
+        first = MimoDoor.dim - 64
+        return query, keys, cache.transpose(1, 2)[..., first : first + MimoDoor.width]
 
-def _within_keys(kv_cache: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    pages = kv_cache.transpose(1, 2)
-    return pages[..., :dim], pages[..., dim - 64 : dim + 64]
+    return mock.patch.object(impl, "_read", shifted)
 
 
 def _no_sinks(batch: Any) -> contextlib.AbstractContextManager[Any]:
@@ -87,9 +90,7 @@ def _no_sinks(batch: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 DAMAGES: dict[str, Damage] = {
-    "values that begin within keys": lambda _: _impl(
-        pages=lambda _, cache: _within_keys(cache, MimoDoor.dim)
-    ),
+    "values that begin within keys": _within_keys,
     "no sinks": _no_sinks,
 }
 
