@@ -258,7 +258,7 @@ def test_a_store_that_has_shown_its_speed_is_given_up_sooner(
     monkeypatch.setattr(deadlines, "CAUTIOUS_BYTES_S", 1.0)
     client._deadlines = Deadlines(1e-3)
     assert client._deadlines.of(SIZE) > SIZE
-    read(client, Taken())
+    read(client, Taken(), "a")
     given_s = client._deadlines.of(SIZE)
     assert given_s < WAIT_S, "else the next line would wait for 1,000 s"
     store.gates["a"] = threading.Event()
