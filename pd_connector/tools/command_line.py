@@ -128,9 +128,9 @@ class LateGroup(TyperGroup):
         name = args[0]
         if not name.startswith("-") and name not in self.list_commands(ctx):
             ctx.fail(not_known("command", name, self.list_commands(ctx)))
-        found, command, rest = super().resolve_command(ctx, args)
+        own_name, command, rest = super().resolve_command(ctx, args)
         _reflow(command)
-        return found, command, rest
+        return own_name, command, rest
 
 
 def _reflow(command: Any) -> None:
