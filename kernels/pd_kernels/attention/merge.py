@@ -150,6 +150,10 @@ def launch_merge(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> t
     return lse
 
 
+_MOST = tl.constexpr(torch.finfo(torch.float32).max)
+"""The largest finite float32."""
+
+
 @triton.jit(do_not_specialize=["rows", "out_stride", "lse_stride"])
 def _merge(
     outs,
@@ -176,13 +180,15 @@ def _merge(
         shard_lse = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
         largest = tl.maximum(largest, shard_lse, propagate_nan=tl.PropagateNan.ALL)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
+    shift = tl.minimum(largest, _MOST, propagate_nan=tl.PropagateNan.ALL)
     total = tl.zeros((ROWS,), tl.float32)
     summed = tl.zeros((ROWS, WIDTH), tl.float32)
     place = row[:, None] * DIM + column[None, :]
     for shard in tl.static_range(SHARDS):
         shard_lse = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
-        # The difference of two infinities would be NaN.
-        weight = tl.where(shard_lse == largest, 1.0, tl.exp(shard_lse - largest))
+        # The difference of two infinities would be NaN. A select of the weight costs 40 registers with 8 shards of 512.
+        shard_lse = tl.minimum(shard_lse, _MOST, propagate_nan=tl.PropagateNan.ALL)
+        weight = tl.exp(shard_lse - shift)
         mask = (inside & (weight != 0.0))[:, None] & (column < DIM)[None, :]
         partial = tl.load(outs + shard * between + place, mask=mask, other=0.0)
         summed += partial * weight[:, None]
