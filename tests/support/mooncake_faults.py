@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from pd_connector.errors import PoolError
 from pd_connector.pool import load_breakeven
 from pd_connector.pool.carrier import client as far_client
 from support.far_hosts import KEY, Host
-from support.mooncake_masters import answers, client
+from support.mooncake_masters import answers, client, own_folder
 from support.mooncake_site import ADDRESS, MASTER, be_patient
 from support.waits import until
 
@@ -184,28 +183,27 @@ def came(reader: Host, keys: list[bytes]) -> int:
 def main(faults: int) -> None:
     far_client._FIRST_PAUSE_S = far_client._LONGEST_PAUSE_S = 0.1
     load_breakeven.FIRST_PAUSE_S = load_breakeven.LONGEST_PAUSE_S = 0.1
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
-    os.chdir(folder)
-    site = Site(folder)
-    try:
-        rng, seen = random.Random(23), Counter[str]()
-        longest_s = 0.0
-        for number in range(faults):
-            with contextlib.suppress(AssertionError):
-                until(site.ready, "far clients", 10)
-            longest_s = max(longest_s, step(site, number, rng, seen))
-        until(site.ready, "far clients", 120)
-        writer, reader = site.hosts
-        keys = chain("afterwards", _CHUNKS)
-        save(writer.own, keys, nbytes=200_000)
-        be_patient()
-        until(lambda: came(reader, keys) == _CHUNKS, "all is well again", 120)
-        after = sum(loads(reader.store, key) for key in keys)
-        print("SEEN " + json.dumps({**seen, "longest_s": longest_s, "after": after}), flush=True)
-    finally:
-        site.close()
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+    with own_folder() as folder:
+        site = Site(folder)
+        try:
+            rng, seen = random.Random(23), Counter[str]()
+            longest_s = 0.0
+            for number in range(faults):
+                with contextlib.suppress(AssertionError):
+                    until(site.ready, "far clients", 10)
+                longest_s = max(longest_s, step(site, number, rng, seen))
+            until(site.ready, "far clients", 120)
+            writer, reader = site.hosts
+            keys = chain("afterwards", _CHUNKS)
+            save(writer.own, keys, nbytes=200_000)
+            be_patient()
+            until(lambda: came(reader, keys) == _CHUNKS, "all is well again", 120)
+            after = sum(loads(reader.store, key) for key in keys)
+            print(
+                "SEEN " + json.dumps({**seen, "longest_s": longest_s, "after": after}), flush=True
+            )
+        finally:
+            site.close()
     os._exit(0)
 
 

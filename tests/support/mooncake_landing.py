@@ -10,7 +10,6 @@ import secrets
 import struct
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 from pd_connector.errors import PoolError
 from pd_connector.pool.far.mooncake import MooncakeStore
 from pd_connector.pool.far.seal import HEADER, Seal
-from support.mooncake_masters import client, mooncake_master
+from support.mooncake_masters import client, mooncake_master, own_folder
 from support.waits import until
 
 MASTER = 7971
@@ -185,16 +184,10 @@ def scene(folder: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
-    os.chdir(folder)
-    try:
-        with mooncake_master(MASTER, "--metrics_port", "7972"):
-            lender = client(MASTER, 64 << 20)
-            print("FOUND " + json.dumps(scene(folder)), flush=True)
-            lender.close()
-    finally:
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+    with own_folder() as folder, mooncake_master(MASTER, "--metrics_port", "7972"):
+        lender = client(MASTER, 64 << 20)
+        print("FOUND " + json.dumps(scene(folder)), flush=True)
+        lender.close()
     os._exit(0)
 
 

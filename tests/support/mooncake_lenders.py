@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -19,7 +18,7 @@ from mooncake.store import ReplicateConfig
 
 from pd_connector.pool.lending.lender import Lender
 from pd_connector.pool.settings import SHM_VARIABLE
-from support.mooncake_masters import client, mooncake_master
+from support.mooncake_masters import client, mooncake_master, own_folder
 from support.waits import until
 
 MASTER, ADMIN, METRICS = 7961, 7962, 7963
@@ -88,11 +87,11 @@ def absent(reader: Any, contents: dict[str, bytes]) -> int:
 
 
 def main() -> None:
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
-    os.chdir(folder)
-    # Leases of 2 s, so that what is not in use can be moved soon.
-    with mooncake_master(MASTER, "--metrics_port", str(ADMIN), "--default_kv_lease_ttl", "2000"):
+    with (
+        own_folder() as folder,
+        # Leases of 2 s, so that what is not in use can be moved soon.
+        mooncake_master(MASTER, "--metrics_port", str(ADMIN), "--default_kv_lease_ttl", "2000"),
+    ):
         hosts = [LendingHost(folder, name) for name in "ab"]
         try:
             found = scene(*hosts) | {"control": without_copying(), "alone": last_node(hosts[1])}
@@ -100,7 +99,6 @@ def main() -> None:
         finally:
             for host in hosts:
                 host.end()
-            subprocess.run(["rm", "-rf", str(folder)], check=True)
     os._exit(0)
 
 

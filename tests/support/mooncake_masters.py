@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Mooncake master of a test, and clients without our key. Mooncake listens on all addresses: only in a network namespace."""
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from mooncake.store import MooncakeDistributedStore
 
 from support.waits import until
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """The working folder of a program in a network namespace of its own, whose loopback is brought up."""
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    with tempfile.TemporaryDirectory(
+        prefix="pd-pool-test-", dir="/dev/shm", ignore_cleanup_errors=True
+    ) as folder:
+        os.chdir(folder)
+        yield Path(folder)
 
 
 @contextmanager

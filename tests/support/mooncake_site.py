@@ -4,8 +4,6 @@ all addresses. Prints what it has found as JSON."""
 
 import json
 import os
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from chunks import chain, loads, save, there
 from pd_connector.errors import PoolError
 from pd_connector.pool.carrier import asking
 from support.far_hosts import KEY, Host
-from support.mooncake_masters import client, mooncake_master
+from support.mooncake_masters import client, mooncake_master, own_folder
 from support.waits import until
 
 MASTER = 7951
@@ -67,21 +65,15 @@ def scene(folder: Path, keys_of_hosts: tuple[bytes, ...]) -> dict[str, Any]:
 
 
 def main() -> None:
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
-    os.chdir(folder)
     be_patient()
-    try:
-        with mooncake_master(MASTER, "--metrics_port", "7952"):
-            lender = client(MASTER, 128 << 20)
-            found = {
-                "sealed": scene(folder / "sealed", (KEY,)),
-                "plain": scene(folder / "plain", ()),
-            }
-            lender.close()
-            print("FOUND " + json.dumps(found), flush=True)
-    finally:
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+    with own_folder() as folder, mooncake_master(MASTER, "--metrics_port", "7952"):
+        lender = client(MASTER, 128 << 20)
+        found = {
+            "sealed": scene(folder / "sealed", (KEY,)),
+            "plain": scene(folder / "plain", ()),
+        }
+        lender.close()
+        print("FOUND " + json.dumps(found), flush=True)
     os._exit(0)
 
 

@@ -7,15 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from pd_connector.pool.far.mooncake import MooncakeStore
-from support.mooncake_masters import mooncake_master
+from support.mooncake_masters import mooncake_master, own_folder
 from support.mooncake_site import ADDRESS, MASTER
 from support.waits import until
 
@@ -55,34 +53,29 @@ def puts_begun() -> bool:
 
 
 def main() -> None:
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    folder = Path(tempfile.mkdtemp(prefix="pd-pool-test-", dir="/dev/shm"))
-    os.chdir(folder)
-    try:
-        with (
-            mooncake_master(MASTER, "--metrics_port", str(_METRICS)),
-            client_process(64 << 20) as node,
-            client_process(0) as dies,
-        ):
-            store = MooncakeStore(urlsplit(ADDRESS), 5.0)
-            node.send_signal(signal.SIGSTOP)
-            assert dies.stdin
-            dies.stdin.write(f"pd:{_NAME}\n".encode())
-            dies.stdin.flush()
-            until(puts_begun, "the put")
-            dies.kill()
-            dies.wait()
-            node.send_signal(signal.SIGCONT)
-            seen = {
-                "answer of Mooncake": store._client.put(f"pd:{_NAME}", _DATA),
-                "taken": store.put([_NAME], [memoryview(_DATA)]),
-                "there": store.has([_NAME]),
-            }
-            until(lambda: store.put([_NAME], [memoryview(_DATA)]) == [True], "it is taken", 90)
-            seen["afterwards"] = store.has([_NAME])
-            print("SEEN " + json.dumps(seen), flush=True)
-    finally:
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+    with (
+        own_folder(),
+        mooncake_master(MASTER, "--metrics_port", str(_METRICS)),
+        client_process(64 << 20) as node,
+        client_process(0) as dies,
+    ):
+        store = MooncakeStore(urlsplit(ADDRESS), 5.0)
+        node.send_signal(signal.SIGSTOP)
+        assert dies.stdin
+        dies.stdin.write(f"pd:{_NAME}\n".encode())
+        dies.stdin.flush()
+        until(puts_begun, "the put")
+        dies.kill()
+        dies.wait()
+        node.send_signal(signal.SIGCONT)
+        seen = {
+            "answer of Mooncake": store._client.put(f"pd:{_NAME}", _DATA),
+            "taken": store.put([_NAME], [memoryview(_DATA)]),
+            "there": store.has([_NAME]),
+        }
+        until(lambda: store.put([_NAME], [memoryview(_DATA)]) == [True], "it is taken", 90)
+        seen["afterwards"] = store.has([_NAME])
+        print("SEEN " + json.dumps(seen), flush=True)
     os._exit(0)
 
 
