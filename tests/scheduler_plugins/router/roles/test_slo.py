@@ -15,9 +15,9 @@ from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.router.policies.registry import DEFAULT
 from scheduler_plugins.router.roles.controller import RoleController
 from scheduler_plugins.router.roles.days import Days, DaysError
-from scheduler_plugins.router.roles.forecast import trend
 from scheduler_plugins.router.roles.registry import create
 from scheduler_plugins.router.roles.scaling import Limits
+from scheduler_plugins.router.roles.slo import trend
 from scheduler_plugins.sim.scaling import Scaler, Starts
 from scheduler_plugins.sim.served import Served
 from scheduler_plugins.sim.simulate import Scenario, simulate
