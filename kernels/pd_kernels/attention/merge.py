@@ -150,7 +150,7 @@ def launch_merge(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor) -> t
     return lse
 
 
-_MOST = tl.constexpr(torch.finfo(torch.float32).max)
+_LARGEST_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
 """The largest finite float32."""
 
 
@@ -180,14 +180,14 @@ def _merge(
         shard_lse = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
         largest = tl.maximum(largest, shard_lse, propagate_nan=tl.PropagateNan.ALL)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
-    shift = tl.minimum(largest, _MOST, propagate_nan=tl.PropagateNan.ALL)
+    shift = tl.minimum(largest, _LARGEST_FLOAT, propagate_nan=tl.PropagateNan.ALL)
     total = tl.zeros((ROWS,), tl.float32)
     summed = tl.zeros((ROWS, WIDTH), tl.float32)
     place = row[:, None] * DIM + column[None, :]
     for shard in tl.static_range(SHARDS):
         shard_lse = tl.load(lses + shard * lse_stride.to(tl.int64) + row, mask=inside, other=0.0)
         # The difference of two infinities would be NaN. A select of the weight costs 40 registers with 8 shards of 512.
-        shard_lse = tl.minimum(shard_lse, _MOST, propagate_nan=tl.PropagateNan.ALL)
+        shard_lse = tl.minimum(shard_lse, _LARGEST_FLOAT, propagate_nan=tl.PropagateNan.ALL)
         weight = tl.exp(shard_lse - shift)
         mask = (inside & (weight != 0.0))[:, None] & (column < DIM)[None, :]
         partial = tl.load(outs + shard * between + place, mask=mask, other=0.0)
