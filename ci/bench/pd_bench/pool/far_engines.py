@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose pool reaches another host: two network namespaces with a link of 1 Gbit/s between them.
+"""Engines whose pool reaches another host: two network namespaces with a link of 1 Gbit/s between them, 10 Gbit/s for `stopped`.
 
     host a: engines that compute, the far store [ namespace ] === link === [ namespace ] host b: engines that load
 
@@ -54,6 +54,8 @@ LINK, LINK_INT8, PREFILL, STOPPED = "link", "link-int8", "prefill", "stopped"
 ROWS = (LINK, LINK_INT8, PREFILL, STOPPED)
 BARS = {LINK: 1.0, LINK_INT8: 0.65, PREFILL: 1.05, STOPPED: 1.05}
 LINK_MBIT = 1000.0
+FAST_LINK_MBIT = 10_000.0
+"""Of `stopped`: over the slower link these short prompts take as long to load as to compute, so they would not be loaded."""
 _MEMORY = "3GiB"
 _LENT, _LEAST_LENT = 2 << 30, 16 << 20
 _STARTS_S, _PUTS_S = 180.0, 60.0
@@ -159,7 +161,7 @@ class _Site:
 
     def serve(self, kind: str, logs: Path) -> None:
         """Start the far store, all of whose memory is on the first host."""
-        self.server = Server(kind, self.sides, logs, lends=self.sides[:1])
+        self.server = Server(kind, self.sides, logs, lends=self.sides[:1], lent=_LENT)
         self._stack.callback(self.server.kill)
         self.server.start()
 
@@ -209,7 +211,8 @@ def check_possible(row: str) -> None:
 def _running(row: str, kind: str, console: Console) -> Iterator[_Site]:
     """Engines of a row. At the end no process, namespace or chunk is left."""
     with ExitStack() as stack:
-        sides = stack.enter_context(Bed(LINK_MBIT)).namespaces
+        rate = FAST_LINK_MBIT if row == STOPPED else LINK_MBIT
+        sides = stack.enter_context(Bed(rate)).namespaces
         shm = stack.enter_context(own_folder())
         site = _Site(stack, row, sides, shm)
         if row != STOPPED:
