@@ -20,7 +20,6 @@ from scheduler_plugins.sim.served import Served
 UNGUARDED = ("arrow_paper",)
 """Policies that are published without guards, and run without."""
 T = TypeVar("T")
-Say = Callable[[str], None]
 
 
 class Outcome(NamedTuple):
