@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptors and threads that a test leaves behind."""
+"""Descriptors, threads and processes that a test leaves behind."""
 
 import os
 
+from pd_connector.tools.launch import Family
 from support.waits import until
 
 Census = tuple[int, int]
@@ -21,3 +22,8 @@ def wait_for_leftovers(before: Census) -> None:
         return all(now <= then for now, then in zip(census(), before, strict=True))
 
     until(gone, f"no more descriptors and threads than {before}")
+
+
+def survivors(family: Family) -> list[int]:
+    """Pids of living members other than the started process."""
+    return sorted(process.pid for process in family.members() if process.pid != family.pid)
