@@ -14,6 +14,12 @@ def census() -> Census:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+def resident_bytes() -> int:
+    """Physical memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def wait_for_leftovers(before: Census) -> None:
     """Wait until there are no more of either than before. The kernel lists a thread for a moment after it was joined, and
     libraries close things later. There can be fewer: what an earlier test left has ended meanwhile."""
