@@ -15,7 +15,7 @@ from support.wheels import build, copy_source, installed
 
 from pd_connector.tools.launch import Family
 
-COMMAND = [sys.executable, "-m", "pd_connector.tools.cli", "demo"]
+COMMAND = [sys.executable, "-m", "pd_connector", "demo"]
 
 
 @pytest.fixture

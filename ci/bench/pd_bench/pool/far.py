@@ -100,7 +100,7 @@ class Host:
         memory.parent.mkdir(mode=0o700)
         self.own = LocalStore(Space(memory, budget))
         self.store = ReachingStore(self.own, memory)
-        command = [*prefix, sys.executable, "-m", "pd_connector.tools.cli", "pool", "carry"]
+        command = [*prefix, sys.executable, "-m", "pd_connector", "pool", "carry"]
         environment = {**os.environ, SHM_VARIABLE: str(folder), "PD_CONNECTOR_FAR": address}
         with (folder / "carrier.log").open("ab") as log:
             self.carrier = subprocess.Popen(
