@@ -48,7 +48,7 @@ def test_the_caches_hold_what_the_benchmark_says_it_moves():
 
 
 def test_a_descriptor_is_one_page_of_one_layer():
-    found = descriptors([1000, 5_000_000], TOKENS // PAGE_TOKENS)
+    found = descriptors([1000, 5_000_000], TOKENS // PAGE_TOKENS, PAGE_BYTES, 0)
     assert found[:, 0].tolist() == [
         base + page * PAGE_BYTES for base in (1000, 5_000_000) for page in range(4)
     ]
