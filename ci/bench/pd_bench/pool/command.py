@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ import typer
 from rich.console import Console
 
 from pd_bench.command_output import exit_codes, noise_note, printing, report
-from pd_bench.harness import pids_of
 from pd_bench.machine import Noise
 from pd_bench.pool import cross as both_kinds
 from pd_bench.pool import disk as disk_reads
@@ -26,7 +24,6 @@ from pd_bench.pool.folders import own_folder
 from pd_bench.pool.measure import PROMPT_TOKENS, EngineMeasurement
 from pd_bench.pool.raw import RawBench
 from pd_bench.report import BenchError, Compared
-from pd_connector.tools.launch import Service
 from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
@@ -112,7 +109,7 @@ def pool(
     )
     tables: list[Compared] = []
     notes: list[str] = []
-    others = _Others()
+    noise = Noise()
     with exit_codes(stderr), terminate_as_interrupt():
         if engines or slow or everything:
             need_vllm()  # before minutes are spent on the other parts
@@ -120,31 +117,25 @@ def pool(
             objects_found = RawBench(peer_env, objects, runs, warm_ups).measure(say)
             tables += objects_found.tables
             notes += objects_found.notes
-            others.cores = objects_found.others_cores
         if lookup or everything:
-            with others.during():
-                tables.append(("limit", lookups.measure(chunks, runs, warm_ups, say)))
+            tables.append(("limit", lookups.measure(chunks, runs, warm_ups, say)))
         if trace and not far:
-            with others.during():
-                tables.append(("exact LRU", hit_rates.measure(trace, say)))
+            tables.append(("exact LRU", hit_rates.measure(trace, say)))
         if disk:
-            with others.during(), own_folder(disk) as folder:
+            with own_folder(disk) as folder:
                 rates = disk_reads.measure(folder, objects, runs, warm_ups, say)
             tables.append(("raw reads", rates))
         if far:
-            with others.during():
-                tables += _across_hosts(
-                    far, trace, objects, prompt_tokens, runs, warm_ups, stderr, say
-                )
+            tables += _across_hosts(far, trace, objects, prompt_tokens, runs, warm_ups, stderr, say)
         if slow:
-            with slow_stores.running(stderr) as with_faults, others.during(with_faults.all):
+            with slow_stores.running(stderr) as with_faults:
                 tables.append(("no pool", with_faults.measure(prompt_tokens, say)))
         if stores:
-            with rivals.running(stores, stderr) as beside, others.during(beside.all):
+            with rivals.running(stores, stderr) as beside:
                 tables += beside.measure(prompt_tokens, runs, warm_ups, say)
         if sglang:
             rows = row or list(sglang_engines.Row)
-            with sglang_engines.running(rows, stderr) as of_sglang, others.during(of_sglang.all):
+            with sglang_engines.running(rows, stderr) as of_sglang:
                 tables += sglang_engines.measure(of_sglang, rows, runs, warm_ups, say)
             notes.append(sglang_engines.NOT_COMPARED)
         if cross:
@@ -153,25 +144,12 @@ def pool(
                 tables.append(("all", right))
                 notes += answered
         if engines or everything:
-            with running(stderr) as started, others.during(started.all):
+            with running(stderr) as started:
                 measurement = EngineMeasurement(started, prompt_tokens, runs, warm_ups, say)
                 measured = measurement.measure()
             tables += measured.tables
             notes += measured.notes
-    report(tables, [*notes, noise_note(others.cores)], json)
-
-
-class _Others:
-    """The most cores that other programs have used during any part of the run."""
-
-    cores = 0.0
-
-    @contextmanager
-    def during(self, services: Iterable[Service] = ()) -> Iterator[None]:
-        """A part in which these services run."""
-        noise = Noise(pids_of(services))
-        yield
-        self.cores = max(self.cores, noise.cores())
+    report(tables, [*notes, noise_note(noise.cores())], json)
 
 
 def _across_hosts(
