@@ -155,8 +155,6 @@ def test_a_chunk_that_is_damaged_on_its_way_is_no_figure(tmp_path, monkeypatch):
 class FakePair:
     """Takes as many milliseconds as it is told to, by codec; `pages` for the baseline."""
 
-    pids = ()
-
     def __init__(self, times: dict[str, float]) -> None:
         self.times = times
         self.opened: list[str] = []

@@ -115,8 +115,6 @@ def test_over_a_link_nothing_is_faster_than_the_link():
 class FakePair:
     """Moves at rates that are given, in GB/s by the name of a setting, without moving anything."""
 
-    pids = ()
-
     def __init__(self, rates: dict[str, float]) -> None:
         self.rates = rates
         self.opened: list[str] = []

@@ -72,7 +72,7 @@ class GpuBench:
         """
         self._check_possible()
         with GpuPair(self.devices) as pair:
-            noise = Noise(pair.pids)
+            noise = Noise()
             comparisons = [
                 comparison
                 for model in self.models

@@ -57,7 +57,7 @@ class TurnMeasurement:
             BenchError: a decode engine computed a prompt itself.
             HttpError: an engine refused a request.
         """
-        noise = Noise([pid for pair in self._pairs for pid in pair.pids])
+        noise = Noise()
         for pair in self._pairs:
             pair.begin()
         rounds = {tokens: self._rounds(tokens) for tokens in prompt_tokens}

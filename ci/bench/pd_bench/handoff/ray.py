@@ -142,7 +142,7 @@ class RayBench:
         self._seed = self._sent_tokens = 0  # the same prompts for all
         # The ingress answers before engines do. A request waits for the engines; then all processes exist.
         self._run(stack, self.prompt_tokens[0])
-        noise = Noise(stack.pids)
+        noise = Noise()
         runs: dict[int, list[TimedAnswer]] = {}
         for tokens in self.prompt_tokens:
             answered = [self._run(stack, tokens) for _ in range(self.warm_ups + self.runs)]

@@ -107,7 +107,7 @@ def measure(
     baselines = [PAGES, LINE] if place == "link" else [PAGES]
     gb = tokens * TOKEN_BYTES / _GB
     by_contender: dict[str, list[WireRun]] = {}
-    noise = Noise(pair.pids)
+    noise = Noise()
     for contender in (*baselines, *ours, *baselines):
         pair.open(contender.kind, contender.settings)
         for number in range(warm_ups + runs):
