@@ -78,6 +78,8 @@ class PoolEngines(PooledEngines):
         plain: its pages are like the writer's.
     """
 
+    plain: VllmEngine
+
     def __init__(self, model: Path, shm: Path, logs: Path) -> None:
         super().__init__(shm)
 
