@@ -41,6 +41,10 @@ class BackgroundCompile:
         self._begun = False
 
     @property
+    def begun(self) -> bool:
+        return self._begun
+
+    @property
     def ended(self) -> bool:
         """Whether the compilation has begun and ended, with or without an error."""
         return self._begun and not self._thread.is_alive()

@@ -9,12 +9,13 @@ from pd_connector.compiler import BackgroundCompile
 def test_a_compilation_is_begun_once_whoever_asks_and_nobody_waits_for_it():
     may_end, runs = threading.Event(), []
     work = BackgroundCompile(lambda: runs.append(may_end.wait(30)), "test", daemon=True)
+    assert not work.begun
     askers = [threading.Thread(target=work.begin) for _ in range(8)]
     for asker in askers:
         asker.start()
     for asker in askers:
         asker.join()
-    assert (work.ended, runs) == (False, [])
+    assert (work.begun, work.ended, runs) == (True, False, [])
     may_end.set()
     assert work.wait()
     assert (work.ended, runs, work.problem) == (True, [True], None)

@@ -217,11 +217,24 @@ class Stripe(NamedTuple):
 
     Its pages hold them without gaps, in order. So page n of its table has the tokens of the stripe among the
     `page_size * size` tokens from `n * page_size * size` on.
+
+    >>> [token for token in range(16) if Stripe(1, 2, 4).holds(token)]
+    [4, 5, 6, 7, 12, 13, 14, 15]
+    >>> Stripe(1, 2, 4).place(13)
+    5
     """
 
     rank: int
     size: int
     interleave: int
+
+    def holds(self, token: int) -> bool:
+        """Whether this rank holds the token."""
+        return token // self.interleave % self.size == self.rank
+
+    def place(self, token: int) -> int:
+        """Number of a token that it holds, among those that it holds."""
+        return token // (self.interleave * self.size) * self.interleave + token % self.interleave
 
 
 WHOLE = Stripe(0, 1, 1)

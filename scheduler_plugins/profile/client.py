@@ -32,9 +32,11 @@ class Timed:
     sent_s: float
     token_s: tuple[float, ...]
     """The time of each token. Tokens that came together have the same time."""
+    ended_s: float
     prompt_tokens: int
     cached_tokens: int | None
     """None if the engine does not say."""
+    retry_after_s: int
     error: str
     """The error text that came instead of an answer."""
 
@@ -179,7 +181,9 @@ async def _stream(response: aiohttp.ClientResponse, sent_s: float) -> Timed:
 
 async def _refused(response: aiohttp.ClientResponse, sent_s: float) -> Timed:
     text = await response.text()
-    return _timed(response.status, sent_s, [], {}, error=text[:500])
+    again = response.headers.get("Retry-After", "")
+    seconds = int(again) if again.isdecimal() else 0
+    return _timed(response.status, sent_s, [], {}, error=text[:500], retry_after_s=seconds)
 
 
 def _timed(
@@ -189,14 +193,17 @@ def _timed(
     usage: Mapping[str, Any],
     *,
     error: str = "",
+    retry_after_s: int = 0,
 ) -> Timed:
     details = usage.get("prompt_tokens_details") or {}
     return Timed(
         status,
         sent_s,
         tuple(token_s),
+        time.perf_counter(),
         int(usage.get("prompt_tokens") or 0),
         details.get("cached_tokens"),
+        retry_after_s,
         error,
     )
 

@@ -30,7 +30,7 @@ def record(
     """A request sent on time at 100 s + `arrival_s`, whose tokens came at 100 s + `times_s`."""
     request = Waiting(id="r", tokens=tokens, block_hashes=(), arrival_s=arrival_s, qos=qos)
     stamps = tuple(100.0 + one for one in times_s)
-    answer = Timed(status, 100.0 + arrival_s, stamps, tokens, None, "")
+    answer = Timed(status, 100.0 + arrival_s, stamps, 0.0, tokens, None, 0, "")
     return RequestRecord(request, answer, 0.0)
 
 

@@ -77,7 +77,7 @@ def test_no_prompt_of_a_mixed_step_is_longer_than_the_step() -> None:
 
 
 def timed(*token_s: float, sent_s: float = 0.0) -> Timed:
-    return Timed(200, sent_s, token_s, 5, None, "")
+    return Timed(200, sent_s, token_s, token_s[-1], 5, None, 0, "")
 
 
 def test_the_step_is_the_one_whose_tokens_came_with_the_prompts_first() -> None:
