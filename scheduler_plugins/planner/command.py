@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.command_line import option, run, single
+from pd_connector.tools.command_line import option, single
 from scheduler_plugins.order.registry import create as create_order
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.planner import files, inventory
@@ -223,8 +223,3 @@ def _table(made: Plan) -> Table:
 
 
 app = single(plan, _parameters())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
-    return run(app, "pd-router plan", arguments)

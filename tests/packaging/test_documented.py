@@ -72,7 +72,6 @@ def commands() -> dict[str, set[str]]:
         **dict(options_of(get_command(pd_connector), "pd-connector")),
         **dict(options_of(get_command(chaos), "python -m chaos")),
         "python -m scheduler_plugins.router": router["pd-router serve"],
-        "python -m scheduler_plugins.sim": router["pd-router simulate"],
     }
 
 

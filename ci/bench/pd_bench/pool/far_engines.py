@@ -17,7 +17,7 @@ import json
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from pd_bench.machine import cpu_seconds
 from pd_bench.netns import Bed, Namespace
 from pd_bench.pool.engines import begun, first_token, until, wait_for_pool
 from pd_bench.pool.folders import own_folder
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.sample import Sample, single
 from pd_bench.serve.hosts import (
     MOONCAKE,
@@ -69,9 +69,6 @@ _STOPPED_TOKENS = 2048
 _LONGEST_WAIT_S = 0.25
 _LOOKS_AGAIN_S = 60.0
 """After a fault an engine leaves the far store alone for at most 30 s."""
-
-Say = Callable[[str], None]
-Table = tuple[str, list[Comparison]]
 
 
 class _Engines(NamedTuple):
@@ -226,7 +223,7 @@ def _running(row: str, kind: str, console: Console) -> Iterator[_Site]:
 
 def measure(
     row: str, prompt_tokens: int, runs: int, warm_ups: int, console: Console, say: Say
-) -> list[Table]:
+) -> list[Compared]:
     """Measure one row.
 
     Raises:
@@ -245,7 +242,7 @@ def measure(
 
 def _link(
     site: _Site, row: str, prompts: Prompts, tokens: int, runs: int, warm_ups: int, say: Say
-) -> list[Table]:
+) -> list[Compared]:
     a, b = site.hosts
     site.carry(a, b)
     for engine in (b.engines[0], site.rivals[1]):
@@ -307,7 +304,7 @@ def _link(
 
 def _prefill(
     site: _Site, prompts: Prompts, tokens: int, runs: int, warm_ups: int, say: Say
-) -> list[Table]:
+) -> list[Compared]:
     far, alone = site.hosts
     site.carry(far)
     pids = {host.name: pids_of(host.engines) for host in site.hosts}
@@ -334,7 +331,7 @@ def _prefill(
     return [("host only", [figure])]
 
 
-def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table]:
+def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Compared]:
     from_fifth, longest = [], []
     for kind, target in ((REDIS, "redis"), (MOONCAKE, "master"), (MOONCAKE, "node-a")):
         site.serve(kind, site.logs)

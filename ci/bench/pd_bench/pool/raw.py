@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 from pd_bench.peer_environment import how_to_make, installed_version
 from pd_bench.pool import raw_party
 from pd_bench.pool.raw_party import OBJECT_BYTES
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.sample import Sample
 from pd_connector.pool.settings import memory_folder
 from pd_connector.tools.launch.family import Family
@@ -39,13 +39,11 @@ put them, as ours do; or in that process, and is lost with it."""
 BARS = {"put": 1.0, "get": 2.0}
 _RIVALS = (RIVAL, RIVAL_INSIDE)
 
-Say = Callable[[str], None]
-
 
 class RawFindings(NamedTuple):
     """Tables, each with the name of its baseline."""
 
-    tables: list[tuple[str, list[Comparison]]]
+    tables: list[Compared]
     notes: list[str]
 
 
@@ -136,7 +134,7 @@ class RawBench:
     objects: int
     runs: int
     warm_ups: int
-    _tables: list[tuple[str, list[Comparison]]] = field(default_factory=list, init=False)
+    _tables: list[Compared] = field(default_factory=list, init=False)
 
     def measure(self, say: Say) -> RawFindings:
         """Measure all ways in turn.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pd_bench.harness import VLLM, require
 from pd_bench.machine import Noise
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.scheduler.replay import Outcome, p99
 from pd_bench.scheduler.sending import RequestRecord, send_all
 from pd_connector.tools.demo import MODEL_DIR
@@ -33,8 +33,6 @@ HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total
 UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 RESET = "/reset_prefix_cache"
 _IDLE_S = 60.0
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

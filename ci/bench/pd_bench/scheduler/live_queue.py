@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pd_bench.machine import Noise
+from pd_bench.report import Say
 from pd_bench.scheduler import order
 from pd_bench.scheduler.live import (
     OURS,
@@ -18,7 +19,6 @@ from pd_bench.scheduler.live import (
     EngineSetup,
     Findings,
     RunningEngine,
-    Say,
     outcome,
     running,
 )

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from pd_bench.machine import Noise
+from pd_bench.report import Say
 from pd_bench.scheduler.live import (
     CHUNK_TOKENS,
     Contender,
     EngineSetup,
     Findings,
     RunningEngine,
-    Say,
     warm_up,
 )
 from pd_bench.scheduler.live_queue import CACHED_PROFILES, PAGE_SIZE, PROFILE_TOKENS, take_turns
