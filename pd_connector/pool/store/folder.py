@@ -27,11 +27,19 @@ _OTHERS = 0o077
 PAGE = 4096
 RESERVE_BYTES = 512 << 10
 """Room of the file system that parts leave to the catalog: without it nothing could be evicted."""
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say what the process or the machine lacks at the moment, and nothing about the file."""
 
 
 def charge_of(nbytes: int) -> int:
     """Bytes of a budget that a part uses: its blocks, and one more for its names and its row in the catalog."""
     return -(-nbytes // PAGE) * PAGE + PAGE
+
+
+def unreadable(name: str, error: OSError) -> PoolError:
+    """The error for a part that cannot be opened or read: REFUSED if another attempt can succeed, otherwise DAMAGED."""
+    cause = Miss.REFUSED if error.errno in _PASSING else Miss.DAMAGED
+    return PoolError(cause, f"{name}: {error.strerror}")
 
 
 def _setting(key: str) -> str:
@@ -256,7 +264,8 @@ class Folder:
         """A descriptor of a part, for reading.
 
         Raises:
-            PoolError: DAMAGED, the file is not there, not as long as it must be, or not this user's alone.
+            PoolError: DAMAGED, the file is not there, not as long as it must be, or not this user's alone; REFUSED, it
+                cannot be opened at the moment.
         """
         place = entry.parts.index(part)
         name, size = entry.files(key)[place], entry.sizes[place]
@@ -265,7 +274,7 @@ class Folder:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(name, flags, dir_fd=self.data)
         except OSError as error:
-            raise PoolError(Miss.DAMAGED, f"{self.path}/data/{name}: {error.strerror}") from None
+            raise unreadable(f"{self.path}/data/{name}", error) from None
         status = os.fstat(descriptor)
         problem = _foreign(status) or (
             f"has {status.st_size} bytes, not {size}" if status.st_size != size else ""
