@@ -98,6 +98,12 @@ def private_folder(path: Path, key: str) -> int:
     return descriptor
 
 
+def _mount_point(path: Path) -> Path:
+    """Where the file system of this path is mounted."""
+    path = path.resolve()
+    return next(each for each in (path, *path.parents) if os.path.ismount(each))
+
+
 @contextlib.contextmanager
 def reopened(folder: int) -> Iterator[int]:
     """A descriptor of the same folder with a position of its own. Threads that list one descriptor at the same time move each
@@ -130,14 +136,21 @@ class Folder:
                 opened.append(private_folder(folder, key))
                 undo.callback(os.close, opened[-1])
             self.root, self.index, self.data, self.staged = opened
+            self._mount_point = _mount_point(path)
             self._closing = undo.pop_all()
 
     def close(self) -> None:
         self._closing.close()
 
     def renew(self) -> None:
-        """Open the folder again at its path, after it was removed and created again. Descriptors keep their numbers, so
-        other threads are not affected. Raises ConfigError."""
+        """Open the folder again at its path, after it was removed; create it if its file system is still mounted. Otherwise
+        chunks would fill the file system beneath. Descriptors keep their numbers, so other threads are not affected.
+        Raises ConfigError."""
+        if not os.path.ismount(self._mount_point):
+            raise ConfigError(
+                f"{self.path.parent}: its file system is no longer mounted at {self._mount_point}: mount it again "
+                f"({_setting(self._key)})"
+            )
         if self.name == MEMORY:  # the pool has made the folder above, too
             os.close(private_folder(self.path.parents[1], self._key))
         with contextlib.closing(Folder(self.name, self.path.parent, self._key)) as new:
