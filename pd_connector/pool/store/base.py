@@ -171,7 +171,7 @@ class Reading(ABC):
         """Fill `buffer` with the bytes of the part from `offset` on.
 
         Raises:
-            PoolError: DAMAGED, the file ends before, or cannot be read.
+            PoolError: DAMAGED, the file ends before, or cannot be read; REFUSED, it cannot be read at the moment.
         """
 
     def take(self, offset: int, nbytes: int) -> bytes:
@@ -279,8 +279,8 @@ class Store(ABC):
         """Open a part of a chunk of this host.
 
         Raises:
-            PoolError: EVICTED, the chunk or the part is not there; DAMAGED, its file is missing, short, or not of this user.
-                A damaged chunk is removed.
+            PoolError: EVICTED, the chunk or the part is not there; DAMAGED, its file is missing, short, or not of this user;
+                REFUSED, this process cannot open files at the moment. A damaged chunk is removed.
         """
 
     @abstractmethod
