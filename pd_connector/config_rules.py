@@ -4,7 +4,8 @@
 Every error names the config key, the value found, and what to do.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pd_connector.errors import ConfigError
@@ -54,6 +55,20 @@ _RULES = (
     _within("slot_mib", 1, _MAX_SLOT_MIB),
     _within("switch_interval_ms", _LEAST_SWITCH_MS, PYTHON_SWITCH_MS, ", Python's own"),
 )
+
+
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError if it has a key twice: JSON's readers take the last one without a word."""
+    values = dict[str, Any]()
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"key {name!r} is there twice: leave one out")
+        values[name] = value
+    return values
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_each_once)
+"""Reads JSON that people write. A key that an object has twice is a ValueError, as what is not JSON."""
 
 
 def wrong(name: str, value: object, required: str) -> ConfigError:

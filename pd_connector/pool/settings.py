@@ -228,7 +228,8 @@ def bytes_of(value: object) -> int | None:
         return None
     number, unit, binary = match.groups()
     power = _UNITS[unit.upper()]
-    return int(float(number) * (1 << power if binary else 1000 ** (power // 10)))
+    nbytes = float(number) * (1 << power if binary else 1000 ** (power // 10))
+    return int(nbytes) if nbytes < float("inf") else None
 
 
 def _switch(name: str, value: object) -> bool:

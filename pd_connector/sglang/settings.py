@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of an SGLang engine's connector. SGLang has no argument for it, so a variable holds it."""
 
-import json
 from pathlib import Path
 
 from pd_connector.config import CONFIG_VARIABLE, LOOPBACK, Config
+from pd_connector.config_rules import JSON
 from pd_connector.errors import ConfigError
 
 BACKEND = "pd_connector"
@@ -18,12 +18,15 @@ def load_config(text: str) -> Config:
     if not text.strip():
         return Config.load({"peers": LOOPBACK}, host_variable=HOST_VARIABLE)
     # The text of the variable itself may contain the key, so messages do not repeat it.
-    source = f"{CONFIG_VARIABLE} {text!r}" if text.startswith("@") else CONFIG_VARIABLE
+    text = text.strip()
+    is_file = text.startswith("@")
+    source = f"{CONFIG_VARIABLE} {text!r}" if is_file and "{" not in text else CONFIG_VARIABLE
     try:
-        given = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
-    except (OSError, ValueError) as error:
+        given = JSON.decode(Path(text[1:]).read_text() if is_file else text)
+    except (OSError, ValueError, RecursionError) as error:
+        why = (error.strerror or "cannot be read") if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{source}: {error}; set it to a JSON object of config keys, or to @ "
+            f"{source}: {why}; set it to a JSON object of config keys, or to @ "
             "and the path of a file that holds one"
         ) from None
     if not isinstance(given, dict):

@@ -108,7 +108,8 @@ def look(url: str, ask: Ask) -> Engine:
         answer = _post(ask, {**body, "kv_transfer_params": describe_params()})
     except (ValueError, LookupError, TypeError) as error:
         raise PeerError(f"{url} does not answer as a vLLM engine: {error!r}") from None
-    params = answer.get("kv_transfer_params") or {}
+    params = answer.get("kv_transfer_params")
+    params = params if isinstance(params, dict) else {}
     return Engine(url, ask, model, bool(params.get("describe")), about.read(params).audit_tokens)
 
 

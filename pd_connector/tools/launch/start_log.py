@@ -89,8 +89,10 @@ _KNOWN = (
         "an argument that this version of vLLM does not know",
     ),
     _Known(
-        r"Repo id must be|not a local folder|LocalEntryNotFound|Can't load the configuration",
-        "the model cannot be read: is the path right, and are all files there?",
+        r"Repo id must be|not a local folder|LocalEntryNotFound|Can't load the configuration|Invalid repository ID|"
+        r"couldn't connect to '?https://huggingface|outgoing traffic has been disabled",
+        "the model cannot be read: is the path right, and are all files there? (engines that this command starts download "
+        "nothing)",
     ),
 )
 

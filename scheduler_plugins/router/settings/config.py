@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import msgspec
 
-from pd_connector.hosts import is_loopback
+from pd_connector.hosts import is_loopback, without_secret
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE, checked_key, class_key
@@ -201,7 +201,8 @@ class RouterConfig:
                 f"tokenizer {self.tokenizer}: must be a folder with a tokenizer.json in it"
             )
         if self.otlp and not is_url(self.otlp):
-            raise ValueError(f"otlp {self.otlp!r}: must look like http://127.0.0.1:4318/v1/traces")
+            shown = without_secret(self.otlp)
+            raise ValueError(f"otlp {shown!r}: must look like http://127.0.0.1:4318/v1/traces")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 form = "must look like https://chat.example.org, or be *"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from pd_connector.hosts import is_loopback, server_url, stray_character
+from pd_connector.hosts import is_loopback, server_url, stray_character, without_secret
 from scheduler_plugins.qos.trust import KEY_VARIABLE
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
@@ -79,7 +79,7 @@ def base_url(side: str, given: str) -> str:
     try:
         return server_url(given)
     except ValueError as error:
-        raise ValueError(f"{side} {given!r}: {error}") from None
+        raise ValueError(f"{side} {without_secret(given)!r}: {error}") from None
 
 
 def checked_events(

@@ -90,7 +90,19 @@ def test_the_shipped_models_folder_is_printed_and_nothing_starts():
     assert (Path(result.output.strip()) / "config.json").is_file()
 
 
+@pytest.mark.parametrize("model", ["nope", "./nope", "some/model", "~nobody", "x" * 300])
+def test_a_model_that_is_not_on_this_machine_is_refused_before_an_engine_starts(model, monkeypatch):
+    monkeypatch.setattr(demo, "_run", lambda *args: pytest.fail("engines were started"))
+    result = CliRunner().invoke(app, ["demo", "--model", model], env={"COLUMNS": "500"})
+    assert result.exit_code == 2
+    assert "name the folder of a model" in result.output
+
+
 def test_a_folder_without_a_model_is_named_before_an_engine_starts(tmp_path):
     result = CliRunner().invoke(app, ["demo", "--model", str(tmp_path)], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert f"{tmp_path}: has no config.json" in result.output
+    (tmp_path / "config.json").write_text("{}")
+    file = str(tmp_path / "config.json")
+    result = CliRunner().invoke(app, ["demo", "--model", file], env={"COLUMNS": "300"})
+    assert result.exit_code == 2

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from pd_connector.hosts import server_url
+from pd_connector.hosts import server_url, without_secret
 
 TIMEOUT_S = 10.0
 _MOST_ERROR_BYTES = 1 << 20
@@ -36,7 +36,7 @@ def url_of(given: str) -> str:
     try:
         return server_url(given)
     except ValueError as error:
-        raise PeerError(f"{given!r}: {error} (--peer)") from None
+        raise PeerError(f"{without_secret(given)!r}: {error} (--peer)") from None
 
 
 def asker(url: str, api_key: str | None) -> Ask:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pd_connector.errors import ConfigError
+from pd_connector.hosts import without_secret
 from pd_connector.pool.carrier.asking import CarrierLink
-from pd_connector.pool.far.registry import far_address, far_class, without_secret
+from pd_connector.pool.far.registry import far_address, far_class
 from pd_connector.pool.far.seal import read_keys
 from pd_connector.pool.settings import text_of
 from pd_connector.tools.cli.checks.facts import CarrierFacts
@@ -109,9 +110,9 @@ def _finding(text: str, options: str, where: str) -> Finding:
         advice = f"name the far store with --far, or in {FAR_VARIABLE}, such as redis://HOST:6379"
         return Finding(where, name, Status.FAIL, "no far store is named", advice)
     address, key, python = far.group(1), _KEY_FILE.search(options), _PYTHON.search(options)
-    if "$" in address or "{" in address:
-        return Finding(where, name, Status.OK, f"{address}: known when it starts")
     shown = without_secret(address)
+    if "$" in address or "{" in address:
+        return Finding(where, name, Status.OK, f"{shown}: known when it starts")
     try:
         far_address(address, sealed=key is not None)
     except ConfigError as error:

@@ -254,8 +254,10 @@ def _connector(url: str, params: Any, ask: Ask, connect: Connect, greet: Greet) 
 def _ports(url: str, params: Mapping[str, Any]) -> list[Finding]:
     """The ports to open for decode engines on other machines."""
     ranks, data = params.get("remote_ranks"), params.get("data_ports")
-    control = [rank[1] for rank in ranks if len(rank) > 1] if isinstance(ranks, list) else []
-    ports = sorted({port for port in [*control, *(data or ())] if isinstance(port, int)})
+    listed = ranks if isinstance(ranks, list) else []
+    control = [rank[1] for rank in listed if isinstance(rank, list) and len(rank) > 1]
+    own = data if isinstance(data, list) else []
+    ports = sorted({port for port in [*control, *own] if isinstance(port, int)})
     if not ports or is_loopback(str(params.get("remote_host"))):
         return []
     shown = ", ".join(map(str, ports))
@@ -299,5 +301,9 @@ def connect(host: str, port: int) -> str:
     try:
         with socket.create_connection((host, port), timeout=TIMEOUT_S):
             return ""
-    except OSError as error:
-        return error.strerror or str(error)
+    except (
+        OSError,
+        UnicodeError,
+        OverflowError,
+    ) as error:  # a peer can say anything
+        return getattr(error, "strerror", None) or str(error)

@@ -28,7 +28,7 @@ def in_text(text: str, place: str) -> list[Finding]:
 
 
 def _findings(text: str, place: str) -> Iterator[Finding]:
-    written = _config(text)
+    written, source = _config(text)
     if not written.get("pool"):
         return
     commands = [*_COMMAND.finditer(text)]
@@ -38,7 +38,7 @@ def _findings(text: str, place: str) -> Iterator[Finding]:
             continue
         where = f"{place}:{text.count(chr(10), 0, command.start()) + 1}"
         try:
-            settings.check(load_config(json.dumps(written)).pool)
+            settings.check(load_config(source).pool)
             given = _options(text[command.end() : stop])
             check_arguments(given)
             check_page_size(given.page_size)
@@ -48,19 +48,19 @@ def _findings(text: str, place: str) -> Iterator[Finding]:
             yield Finding(where, "SGLang's pool", Status.OK, f"in use by {CONFIG_VARIABLE}")
 
 
-def _config(text: str) -> dict[str, Any]:
-    """The object in the variable of the config, as far as the text has it."""
+def _config(text: str) -> tuple[dict[str, Any], str]:
+    """The object in the variable of the config, as far as the text has it, and its own text."""
     for match in re.finditer(CONFIG_VARIABLE, text):
         begin = text.find("{", match.end(), match.end() + _NEAR)
         if begin < 0:
             continue
         try:
-            value, _ = json.JSONDecoder().raw_decode(text, begin)
-        except ValueError:
+            value, end = json.JSONDecoder().raw_decode(text, begin)
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            return value
-    return {}
+            return value, text[begin:end]
+    return {}, ""
 
 
 def _options(command: str) -> Any:
