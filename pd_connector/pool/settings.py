@@ -73,7 +73,7 @@ class PoolSettings(NamedTuple):
     def try_out(self) -> None:
         """Whether `open` would work. Raises ConfigError as `open` does, before an engine reads its weights."""
         make_above(self.memory.path)
-        if self.memory.path.is_dir():  # else no other engine uses it
+        if os.path.isdir(self.memory.path):  # else no other engine uses it
             LocalStore(self.memory, self.disk, visits=True).close()
 
 
@@ -151,7 +151,7 @@ def _problems(given: Mapping[str, object]) -> Iterator[str]:
 def _memory(given: Mapping[str, object], environment: Mapping[str, str]) -> Space:
     path = memory_folder(environment)
     shm = path.parents[1]
-    kind = file_system(shm) if shm.is_dir() else ""
+    kind = file_system(shm) if os.path.isdir(shm) else ""
     if kind not in ("tmpfs", "ramfs"):
         raise ConfigError(
             f"{shm}: is {kind or 'not there'}, not tmpfs: the pool keeps chunks in memory; mount a tmpfs there, or name "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ def read_model(path: Path) -> Model:
     Raises:
         PlanError: it cannot be read, lacks a size, or has layers without KV.
     """
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if os.path.isdir(path) else path
     try:
         with path.open("rb") as file:
             config = msgspec.json.decode(file.read(MOST_BYTES))

@@ -2,6 +2,7 @@
 """`pd-connector pool`: what the KV pool of this host holds, whether it can be read, and how to empty it."""
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import ConfigError
+from pd_connector.hosts import without_secret
 from pd_connector.pool.carrier.asking import CarrierLink
 from pd_connector.pool.carrier.messages import Status as CarrierStatus
 from pd_connector.pool.part_names import part_codec
@@ -67,6 +69,19 @@ Metrics = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _warned(far: str) -> str:
+    """Other users see the options of a command for as long as it runs."""
+    if without_secret(far) != far and any(far in argument for argument in sys.argv):
+        print(
+            "--far has a password, which other users of this host see in the list of processes: give the address in the variable "
+            "PD_CONNECTOR_FAR",
+            file=sys.stderr,
+        )
+    return far
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -74,9 +89,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def opened(folder: Path | None) -> Iterator[LocalStore]:
     """The pool of this user, with its disk folder. Ends the command if there is none."""
     memory = memory_folder()
-    if folder is not None and not (folder / VERSION).is_dir():
+    if folder is not None and not os.path.isdir(folder / VERSION):
         fail(f"no pool in {folder}: name the folder of the config key pool.dir (--dir)")
-    if not memory.is_dir() and folder is None:
+    if not os.path.isdir(memory) and folder is None:
         fail(
             f"no pool in {memory}: no engine of this user has run with the config key `pool` since this machine started. "
             f"If its tmpfs is another one than /dev/shm, set {SHM_VARIABLE}; if it has a disk folder, name it with --dir"
@@ -383,6 +398,7 @@ def carry(
         str,
         typer.Option(
             envvar="PD_CONNECTOR_FAR",
+            callback=_warned,
             help="The far store, such as redis://HOST:6379; docs/pool.md has all forms. With a password, use the variable: other users see options.",
         ),
     ],
@@ -434,6 +450,7 @@ def lend(
         str,
         typer.Option(
             envvar="PD_CONNECTOR_FAR",
+            callback=_warned,
             help="Address of the master, as mooncake://MASTER, with ?admin=PORT if its HTTP server has another port than 9003.",
         ),
     ] = "",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of the router."""
 
+import os
 import re
 import signal
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -194,9 +195,9 @@ class RouterConfig:
         class_key(self.router_key)  # key stretching is slow: do it now, not while a request waits
         check_exchange(self.exchange, self.fellows, has_key=bool(self.router_key))
         for name in ("tls_cert", "tls_key", "engine_ca"):
-            if (path := getattr(self, name)) and not Path(path).is_file():
+            if (path := getattr(self, name)) and not os.path.isfile(path):
                 raise ValueError(f"{name} {path}: no such file")
-        if self.tokenizer and not (Path(self.tokenizer) / "tokenizer.json").is_file():
+        if self.tokenizer and not os.path.isfile(Path(self.tokenizer) / "tokenizer.json"):
             raise ValueError(
                 f"tokenizer {self.tokenizer}: must be a folder with a tokenizer.json in it"
             )

@@ -43,7 +43,7 @@ def look(folder: Path, environment: Mapping[str, str] = os.environ) -> CarrierFa
         except ConfigError as error:
             refused = str(error).replace("--far", FAR_VARIABLE, 1)
             lacks = _lacks_package(far, refused)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return CarrierFacts(refused=refused)
     link = CarrierLink(folder)
     try:
@@ -124,7 +124,7 @@ def _finding(text: str, options: str, where: str) -> Finding:
         shown += f" by a client of {python.group(1)}, which checks it when it starts"
     try:
         path = Path(shlex.split(key.group(1))[0]) if key and "$" not in key.group(1) else None
-        if path is not None and path.exists():  # it may be a file of another machine
+        if path is not None and os.path.exists(path):  # it may be a file of another machine
             read_keys(path)
     except ConfigError as error:
         return Finding(where, name, Status.FAIL, str(error))
