@@ -61,7 +61,7 @@ def read_model(path: Path) -> Model:
         raise PlanError(
             f"model {path}: cannot be read ({error.strerror}); name a config.json or its folder"
         ) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise PlanError(f"model {path}: is not JSON ({error})") from None
     if not isinstance(config, dict):
         raise PlanError(f"model {path}: must be an object, as config.json is")

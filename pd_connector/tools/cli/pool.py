@@ -387,9 +387,19 @@ def clear(
     """Remove all chunks. Engines go on, and compute again what they would have loaded."""
     with opened(folder) as store:
         keys = store.keys()
-        if keys and not yes:
-            typer.confirm(f"Remove {len(keys):,} chunks?", abort=True)
+        if keys and not (yes or _agreed(f"Remove {len(keys):,} chunks?")):
+            fail("nothing is removed")
         print(f"{store.remove(keys):,} chunks removed")
+
+
+def _agreed(question: str) -> bool:
+    """Whether the user says yes. Ends the command if nobody can answer."""
+    try:
+        return typer.confirm(question)
+    except typer.Abort:
+        if sys.stdin is not None and sys.stdin.isatty():  # Ctrl-C
+            raise
+        fail("nobody answers, and nothing is removed: give --yes")
 
 
 @app.command()
