@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of an SGLang engine's connector. SGLang has no argument for it, so a variable holds it."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pd_connector.config import CONFIG_VARIABLE, LOOPBACK, Config
@@ -13,10 +15,10 @@ HOST_VARIABLE = "SGLANG_HOST_IP"
 """SGLang's own variable for the address of this host."""
 
 
-def load_config(text: str) -> Config:
-    """The config in a variable's text. Raises ConfigError."""
+def load_config(text: str, environment: Mapping[str, str] = os.environ) -> Config:
+    """The config in a variable's text. Other variables fill in what it leaves out. Raises ConfigError."""
     if not text.strip():
-        return Config.load({"peers": LOOPBACK}, host_variable=HOST_VARIABLE)
+        return Config.load({"peers": LOOPBACK}, environment, HOST_VARIABLE)
     # The text of the variable itself may contain the key, so messages do not repeat it.
     text = text.strip()
     is_file = text.startswith("@")
@@ -38,4 +40,4 @@ def load_config(text: str) -> Config:
             "with; leave `audit` out (config key audit). The KV pool knows `first` and `off`"
         )
     # A request names its prefill engine by an address without a seal.
-    return Config.load({"peers": LOOPBACK, **given}, host_variable=HOST_VARIABLE)
+    return Config.load({"peers": LOOPBACK, **given}, environment, HOST_VARIABLE)

@@ -130,7 +130,11 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
         return Examined([_unreadable(place, error, advice)], [])
     if not inline:
         environment = _set_in(text)
-    pools = [] if inline else [*sglang_pool.in_text(text, place), *carrier.in_text(text, place)]
+    pools = (
+        []
+        if inline
+        else [*sglang_pool.in_text(text, place, environment), *carrier.in_text(text, place)]
+    )
     if pools and not configs:
         return Examined(pools, [])
     if not configs:

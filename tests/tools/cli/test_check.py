@@ -502,6 +502,29 @@ def test_an_sglang_engine_with_a_pool_is_checked_by_its_arguments(
     assert named in findings[0].found
 
 
+@pytest.mark.parametrize(
+    ("config", "status", "said"),
+    [
+        ('{"codec": "int8"}', Status.OK, "codec 'int8'"),
+        ('{"codc": "int8"}', Status.FAIL, "did you mean 'codec'?"),
+        ('{"slots": 4, "slots": 8}', Status.FAIL, "key 'slots' is there twice"),
+        ('{"host": "10.0.0.1"}', Status.FAIL, "without a key"),
+        ('{"host": "10.0.0.1"}\' PD_CONNECTOR_KEY=\'$KEY', Status.OK, "host '10.0.0.1'"),
+        ('{"pool": true, "host": "10.0.0.1"}\' PD_CONNECTOR_KEY=\'$KEY', Status.OK, "in use"),
+    ],
+)
+def test_the_config_of_an_sglang_engine_is_checked(
+    tmp_path: Path, config: str, status: Status, said: str
+) -> None:
+    script = tmp_path / "run.sh"
+    command = "python -m sglang.launch_server --model-path m --page-size 64"
+    script.write_text(f"#!/bin/sh\nPD_CONNECTOR_CONFIG='{config}' {command}\n")
+    (finding,) = examine(str(script), {}).findings
+    assert finding.status is status
+    assert said in finding.found
+    assert finding.area == f"{script}:2"
+
+
 def test_commands_of_a_page_are_a_script_without_a_first_line(tmp_path: Path) -> None:
     script = tmp_path / "pasted"
     exported = "export PD_CONNECTOR_CONFIG='{\"pool\": true}'\npython -m sglang.launch_server"
