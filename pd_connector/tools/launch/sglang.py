@@ -66,7 +66,7 @@ def sglang_on_cpu(python: str) -> bool:
     """Whether the torch of this environment has no GPU support.
 
     Raises:
-        PDConnectorError: it has no torch, or is no Python.
+        PDConnectorError: it has no torch, or is not a Python.
     """
     program = "import torch; print(torch.cuda.is_available())"
     try:
