@@ -41,6 +41,7 @@ def _within(name: str, least: float, most: float, unit: str = "") -> _Rule:
 
 _RULES = (
     _Rule("model_id", lambda text: len(text) <= 256, "must have 256 characters at most"),
+    _Rule("model_id", lambda text: text.isprintable(), "must be text that can be printed"),
     _Rule(
         "audit",
         lambda audit: isinstance(audit, str) or 0 < audit <= 1,
@@ -73,7 +74,8 @@ JSON = json.JSONDecoder(object_pairs_hook=_each_once)
 
 def wrong(name: str, value: object, required: str) -> ConfigError:
     """The error about one value."""
-    return ConfigError(f"{name} {value}: {required} (config key {name})")
+    shown = repr(value) if isinstance(value, str) and not value.isprintable() else value
+    return ConfigError(f"{name} {shown}: {required} (config key {name})")
 
 
 def value_problems(values: Mapping[str, Any]) -> Iterator[ConfigError]:

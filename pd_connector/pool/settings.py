@@ -151,6 +151,8 @@ def _problems(given: Mapping[str, object]) -> Iterator[str]:
 def _memory(given: Mapping[str, object], environment: Mapping[str, str]) -> Space:
     path = memory_folder(environment)
     shm = path.parents[1]
+    if not shm.is_absolute():
+        raise ConfigError(f"{shm}: must be the absolute path of a tmpfs (variable {SHM_VARIABLE})")
     kind = file_system(shm) if os.path.isdir(shm) else ""
     if kind not in ("tmpfs", "ramfs"):
         raise ConfigError(

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature, cleandoc
+from io import TextIOWrapper
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
@@ -40,6 +41,10 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments without the name; None: this process's arguments.
     """
     given = None if arguments is None else list(arguments)
+    if isinstance(
+        sys.stdout, TextIOWrapper
+    ):  # a terminal that is not UTF-8 has no arrows, and a name may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with named_if_missing():
             status = app(args=given, prog_name=name, standalone_mode=False)

@@ -12,7 +12,7 @@ from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.extensions import load_entry_points
 from pd_connector.hosts import without_secret
 from pd_connector.pool.far.base import FAR_STORE_GROUP, FarStore
-from pd_connector.pool.far.environment import problem_there
+from pd_connector.pool.far.environment import CHECKED, problem_there
 
 _BUILT_IN = {
     "redis": "pd_connector.pool.far.redis:RedisStore",
@@ -110,7 +110,7 @@ def is_loopback(host: str) -> bool:
 def _main() -> None:
     """Print the error in the address that is given on standard input. `problem_there` runs this in another Python."""
     address = urlsplit(sys.stdin.read())
-    print(far_class(address.scheme).problem(address))
+    print(CHECKED, far_class(address.scheme).problem(address))
 
 
 if __name__ == "__main__":

@@ -287,7 +287,11 @@ def demo(
         stderr.print("interrupted; all processes have been ended")
         raise typer.Exit(INTERRUPTED) from None
     except (PDConnectorError, OSError) as error:
-        said = f"failed: {error}\nlogs: {logs}"
+        said = f"failed: {error}"
+        if any(logs.iterdir()):
+            said += f"\nlogs: {logs}"
+        else:  # nothing was started
+            logs.rmdir()
         stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
     stdout.print(_table(rows, HANDOFFS[engine]))

@@ -145,6 +145,17 @@ def test_a_reader_that_has_had_enough_ends_a_command_without_a_word() -> None:
     assert (ended.returncode, ended.stderr) == (1, b"")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_is_not_utf_8_gets_words_and_no_traceback(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    said = run("check", "{}")
+    assert said.returncode == 1
+    assert "0 ok, 0 warn, 2 fail" in said.stdout
+    assert not said.stderr
+
+
 def test_a_full_disk_takes_one_line() -> None:
     program = "import sys; from pd_connector.tools.cli.app import main; sys.exit(main())"
     for arguments in (["key"], ["check", "{}"]):

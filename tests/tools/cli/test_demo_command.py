@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from pd_connector.errors import PDConnectorError
 from pd_connector.tools.cli import asker, demo
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.asker import DemoError, PromptResult, StreamedAnswer
@@ -61,6 +62,13 @@ def test_kv_that_never_came_exits_with_1_and_says_so(run):
     result = run(DemoError("the decode engine received no KV"))
     assert result.exit_code == 1
     assert "received no KV" in result.output
+
+
+def test_a_demo_that_starts_nothing_leaves_no_logs(run, tmp_path):
+    result = run(PDConnectorError("no SGLang"))
+    assert result.exit_code == 1
+    assert "logs" not in result.output
+    assert not (tmp_path / "logs").exists()
 
 
 def test_an_interrupt_exits_with_130(run, tmp_path):
