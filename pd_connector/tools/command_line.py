@@ -43,7 +43,7 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
     given = None if arguments is None else list(arguments)
     if isinstance(
         sys.stdout, TextIOWrapper
-    ):  # a terminal that is not UTF-8 has no arrows, and a name may be no text
+    ):  # a terminal that is not UTF-8 has no arrows, and a name can be bytes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with named_if_missing():
