@@ -124,7 +124,7 @@ class EngineClient:
                         f"{method} {self.url}{path}: {response.status}{hint}: {text[:500]}"
                     )
                 return json.loads(text)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             raise AskError(
                 f"{method} {self.url}{path}: no answer ({str(error) or type(error).__name__}); is this "
                 "the base URL of a running vLLM, as http://127.0.0.1:8000?"
@@ -155,7 +155,7 @@ async def connect(url: str, api_key: str | None = None) -> AsyncIterator[EngineC
             client.model = str(first["id"])
             client.root = str(first.get("root") or client.model)
             client.longest_tokens = int(first["max_model_len"])
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
             raise AskError(f"{url}/v1/models: does not answer as vLLM does: {served}") from None
         yield client
 

@@ -611,6 +611,32 @@ def test_the_engines_key_is_not_sent_where_an_answer_redirects():
     assert seen == ["Bearer secret", "Bearer secret", None]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "null",
+        "[" * 100_000,
+        '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": 5, "remote_port": "x"}}',
+        '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": "10.0.0.1", "remote_port": 7,'
+        ' "remote_ranks": [1], "data_ports": 7}}',
+        '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": "10.0.0.1", "remote_port": 7,'
+        ' "remote_ranks": 5, "data_ports": "7"}}',
+        '{"disaggregates": 1, "engines": [1, {"url": 3, "state": 5, "cache": {"ranks": {"a": 1}}}]}',
+        '{"disaggregation_mode": {}, "internal_states": {}}',
+    ],
+)
+def test_whatever_answers_there_is_a_finding(answer: str) -> None:
+    visit = peer.check(
+        "http://x", lambda path, body: answer, lambda host, port: "", lambda *_: None
+    )
+    assert visit.findings
+
+
+@pytest.mark.parametrize(("host", "port"), [("x..y", 80), ("127.0.0.1", 99_999_999)])
+def test_what_a_peer_says_may_be_no_address(host: str, port: int) -> None:
+    assert peer.connect(host, port)
+
+
 def test_what_hangs_or_crashes_when_tried_is_a_finding_and_not_the_end():
     assert probe.attempt("import os; os.abort()").detail == "it crashed with signal 6"
     assert "it did not answer within" in probe.attempt("import time; time.sleep(60)", 0.2).detail

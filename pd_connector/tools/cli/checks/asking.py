@@ -34,6 +34,14 @@ class _Redirects(HTTPRedirectHandler):
         return following
 
 
+def json_of(answer: str) -> Any:
+    """The JSON of an answer. Raises ValueError: it is not JSON, or nested too deeply."""
+    try:
+        return json.loads(answer)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
 class PeerError(Exception):
     """There is no answer, or the answer is an error, whose body is in `body`."""
 
