@@ -617,10 +617,14 @@ def test_the_engines_key_is_not_sent_where_an_answer_redirects():
         "null",
         "[" * 100_000,
         '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": 5, "remote_port": "x"}}',
-        '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": "10.0.0.1", "remote_port": 7,'
-        ' "remote_ranks": [1], "data_ports": 7}}',
-        '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": "10.0.0.1", "remote_port": 7,'
-        ' "remote_ranks": 5, "data_ports": "7"}}',
+        (
+            '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": "10.0.0.1", "remote_port": 7,'
+            ' "remote_ranks": [1], "data_ports": 7}}'
+        ),
+        (
+            '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": "10.0.0.1", "remote_port": 7,'
+            ' "remote_ranks": 5, "data_ports": "7"}}'
+        ),
         '{"disaggregates": 1, "engines": [1, {"url": 3, "state": 5, "cache": {"ranks": {"a": 1}}}]}',
         '{"disaggregation_mode": {}, "internal_states": {}}',
     ],
