@@ -185,6 +185,10 @@ class RouterConfig:
                     f"{side}: no URL given; name at least one engine (--{side} URL, or --engine URL for "
                     "engines of both sides)"
                 )
+        if not self.host:
+            raise ValueError(
+                "host '': must be an address to listen on, such as 127.0.0.1; 0.0.0.0 stands for all of this machine"
+            )
         check_sides({side: getattr(self, side) for side in SIDES}, self.host, self.port)
         if self.admin_port is not None and not (self.admin_key or is_loopback(self.admin_host)):
             raise ValueError(
@@ -207,7 +211,7 @@ class RouterConfig:
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 form = "must look like https://chat.example.org, or be *"
-                raise ValueError(f"allowed_origins {origin!r}: {form}")
+                raise ValueError(f"allowed_origins {without_secret(origin)!r}: {form}")
         if self.tls_key and not self.tls_cert:
             raise ValueError("tls_key: is set without tls_cert; set both, or neither")
         if self.front_queue < 0:

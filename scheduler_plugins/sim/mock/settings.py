@@ -35,6 +35,8 @@ class MockSettings:
 
     def __post_init__(self) -> None:
         """Raises: ValueError: naming the setting, the value found and the value wanted."""
+        if not self.host:
+            raise ValueError("host '': must be an address to listen on, such as 127.0.0.1")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port {self.port}: must be between 0 and 65535")
         for name in ("cache_blocks", "block_tokens"):
