@@ -163,6 +163,8 @@ def test_azures_form_is_read(tmp_path: Path, capsys) -> None:
         (("--background", "2"), "background 2.0: must be between 0 and 1"),
         (("--pool-blocks", "-1"), "pool_blocks -1: must be 0 (no pool) or more"),
         (("--pool-bytes-per-s", "0"), "pool_bytes_per_s 0.0: must be above 0"),
+        (("--pool-bytes-per-s", "inf"), "pool_bytes_per_s inf: must be above 0, and a number"),
+        (("--bytes-per-s", "1e400"), "bytes_per_s inf: must be a rate"),
         (("--cost-model", "nowhere.json"), "not a cost model"),
     ],
 )
