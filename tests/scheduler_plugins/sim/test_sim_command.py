@@ -222,6 +222,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_simulated(
         ("--bytes-per-s 0", "bytes_per_s 0.0"),
         ("--order nope", "policy 'nope'"),
         ("--kv-events nowhere", "KV events at nowhere"),
+        ("--kv-replay tcp://127.0.0.1:5558", "is set without kv_events"),
+        ("--host=", "host '': must be an address"),
         ("--host x..y", "not started: cannot listen on x..y:0: "),
         ("--host 192.0.2.1", "this machine has no such address; name one of its own with --host"),
     ],
