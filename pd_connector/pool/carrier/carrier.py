@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
+from pd_connector.hosts import without_secret
 from pd_connector.pool.carrier.child import MOST_NAMES
 from pd_connector.pool.carrier.client import FarClient, SilentError
 from pd_connector.pool.carrier.far_journal import FarJournal, read_mark
@@ -30,7 +31,6 @@ from pd_connector.pool.carrier.markers import Markers
 from pd_connector.pool.carrier.messages import Brought, Checked, Sizes, Status
 from pd_connector.pool.carrier.object import Opened, Packed, unpacked
 from pd_connector.pool.carrier.unfit import GONE, TOO_LARGE, UnfitChunks
-from pd_connector.pool.far.registry import without_secret
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.base import Chunk, Refusal, Store, Why
 from pd_connector.pool.verify import InMemory, sound
