@@ -10,8 +10,7 @@ from support.far_objects import Objects
 from support.redis_servers import RedisServer
 from support.waits import until
 
-from pd_connector.pool.carrier import carrier as carrier_module
-from pd_connector.pool.carrier import far_journal
+from pd_connector.pool.carrier import far_journal, putting
 from pd_connector.pool.carrier.far_journal import FarJournal, read_mark
 from pd_connector.pool.carrier.messages import FarPage
 from pd_connector.pool.far.seal import Seal
@@ -141,7 +140,7 @@ def test_while_the_key_is_changed_all_hosts_read_the_mark_of_the_old_one() -> No
 def test_two_hosts_tell_of_one_store_and_a_restart_empties_what_both_tell(
     new_host: NewHost, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(carrier_module, "_MARKS_S", 0.1)
+    monkeypatch.setattr(putting, "_MARKS_S", 0.1)
     a, b = new_host("a"), new_host("b")
     chunks = chain("prompt", 9)
 
