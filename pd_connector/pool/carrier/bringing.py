@@ -5,9 +5,11 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.carrier.child import MOST_NAMES
@@ -17,6 +19,7 @@ from pd_connector.pool.carrier.known_objects import KnownObjects, Stored
 from pd_connector.pool.carrier.lasting import LastingThread
 from pd_connector.pool.carrier.messages import Brought
 from pd_connector.pool.carrier.object import Opened, unpacked
+from pd_connector.pool.carrier.pace import Pace
 from pd_connector.pool.far.seal import Seal
 from pd_connector.pool.store.base import Refusal, Store, Why
 
@@ -24,6 +27,17 @@ logger = logging.getLogger("pd_connector.pool.carrier")
 
 _MOST_BRINGING = 4096
 """Chunks on their way. More are refused."""
+
+
+class _OnItsWay(NamedTuple):
+    """A chunk that was requested.
+
+    Attributes:
+        nbytes: of its object; if that is not known, of the one before it in the same request.
+    """
+
+    future: Future[Brought]
+    nbytes: int
 
 
 class Bringing:
@@ -47,8 +61,10 @@ class Bringing:
         self._store, self._seal, self._objects, self._counts = store, seal, objects, counts
         self._client = client
         self._writer = f"carrier-{secrets.token_hex(8)}"
-        self._lock = threading.Lock()  # of the next two
-        self._bringing: OrderedDict[bytes, Future[Brought]] = OrderedDict()
+        self._lock = threading.Lock()  # of what follows
+        self._on_their_way: OrderedDict[bytes, _OnItsWay] = OrderedDict()
+        self._on_their_way_bytes = self._ended = 0
+        self._pace = Pace()
         self._queued: list[bytes] = []
         self._moves = threading.Event()
         self._thread = LastingThread("pd-carrier-move", self._move, ends, self._moves.set)
@@ -56,7 +72,18 @@ class Bringing:
     @property
     def under_way(self) -> int:
         """Chunks on their way."""
-        return len(self._bringing)
+        return len(self._on_their_way)
+
+    @property
+    def ended(self) -> int:
+        """Chunks that have come, or turned out not to come."""
+        return self._ended
+
+    def wait_s(self, keys: Iterable[bytes]) -> float:
+        """How long the other chunks on their way will take. These chunks would come after that, in seconds."""
+        with self._lock:
+            own = sum(self._on_their_way[key].nbytes for key in keys if key in self._on_their_way)
+            return self._pace.seconds(self._on_their_way_bytes - own)
 
     @property
     def errors(self) -> int:
@@ -65,17 +92,21 @@ class Bringing:
 
     def bring(self, keys: Iterable[bytes]) -> list[Future[Brought]]:
         """Bring chunks into the host's memory. Those that are on their way already come once."""
-        futures = []
+        futures, nbytes = [], 0
         with self._lock:
             for key in keys:
-                future = self._bringing.get(key)
-                if future is None:
+                if stored := self._objects.get(key):
+                    nbytes = stored.nbytes
+                if key in self._on_their_way:
+                    future = self._on_their_way[key].future
+                else:
                     future = Future()
-                    if len(self._bringing) >= _MOST_BRINGING:
+                    if len(self._on_their_way) >= _MOST_BRINGING:
                         future.set_result(Brought(Miss.REFUSED, "too many chunks are on their way"))
                         self._counts.add("not_brought_refused")
                     else:
-                        self._bringing[key] = future
+                        self._on_their_way[key] = _OnItsWay(future, nbytes)
+                        self._on_their_way_bytes += nbytes
                         self._queued.append(key)
                 futures.append(future)
         self._moves.set()
@@ -89,10 +120,10 @@ class Bringing:
         """Wait for the thread's end. Chunks on their way are late."""
         self._thread.join()
         with self._lock:
-            left = list(self._bringing.values())
-            self._bringing.clear()
-        for future in left:
-            future.set_result(Brought(Miss.LATE, "the carrier ends"))
+            left = list(self._on_their_way.values())
+            self._on_their_way.clear()
+        for each in left:
+            each.future.set_result(Brought(Miss.LATE, "the carrier ends"))
 
     def _move(self) -> None:
         """One turn: wait until chunks are asked for, and bring them."""
@@ -121,10 +152,13 @@ class Bringing:
     def _end(self, key: bytes, counted: str, brought: Brought) -> None:
         """A chunk has come, or will not come: its waiters hear it."""
         with self._lock:
-            future = self._bringing.pop(key, None)
-        self._counts.add(counted, future is not None)
-        if future is not None:
-            future.set_result(brought)
+            ended = self._on_their_way.pop(key, None)
+            if ended is not None:
+                self._on_their_way_bytes -= ended.nbytes
+                self._ended += 1
+        self._counts.add(counted, ended is not None)
+        if ended is not None:
+            ended.future.set_result(brought)
 
     def _bring(self, keys: Sequence[bytes]) -> None:
         """Raises SilentError."""
@@ -142,8 +176,10 @@ class Bringing:
             if stored[key] is None:
                 self._gone(key)
         damaged: list[Stored] = []
+        before_s = time.monotonic()
 
         def take(place: int, data: memoryview) -> None:
+            nonlocal before_s
             key, each = hits[place]
             if not data:
                 self._gone(key)
@@ -162,6 +198,10 @@ class Bringing:
             else:
                 self._counts.add("brought_bytes", len(data))
                 self._brought(key)
+            now_s = time.monotonic()
+            with self._lock:
+                self._pace.came(each.nbytes, now_s - before_s)
+            before_s = now_s
 
         self._client.get([each.name for _, each in hits], [each.nbytes for _, each in hits], take)
         if damaged:

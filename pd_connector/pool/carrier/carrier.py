@@ -77,7 +77,7 @@ class Carrier:
             self.journal.note(keys[: len(sizes)], there=True)
             self._counts.add("finds_found" if sizes else "finds_none")
             self._counts.add("found", len(sizes))
-            return Sizes(sizes)
+            return Sizes(sizes, wait_s=self._bringing.wait_s(keys) if sizes else 0.0)
         except SilentError:
             self._counts.add("silent_finds")
             return Sizes([], silent=True)
@@ -85,6 +85,11 @@ class Carrier:
     def bring(self, keys: Iterable[bytes]) -> "list[Future[Brought]]":
         """Bring chunks into the host's memory. Those that are on their way already come once."""
         return self._bringing.bring(keys)
+
+    @property
+    def ended(self) -> int:
+        """Chunks that have come to this host, or turned out not to come."""
+        return self._bringing.ended
 
     def check(self, key: bytes, *, removes: bool) -> Checked:
         """Read a chunk of the far store and check it as engines do, without keeping it here.
