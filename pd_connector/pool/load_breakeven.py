@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.store.base import FAR
+from pd_connector.pool.store.base import FAR, Found
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 30.0
@@ -22,6 +22,11 @@ _NEW = 0.5
 _MOST_WAIT = 0.5
 """A load that has waited for others for more than this part of its time measures no speed: how long it waited is an
 estimate."""
+
+
+def longest_wait_s(hits: Sequence[Found]) -> float:
+    """How long a load of these chunks waits until its first chunk of the far store can come, in seconds."""
+    return max((hit.wait_s for hit in hits), default=0.0)
 
 
 @dataclass

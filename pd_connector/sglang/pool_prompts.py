@@ -19,10 +19,10 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.client_pins import ClientPins
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, root, salt_digest, token_bytes
-from pd_connector.pool.load_breakeven import Answers, LoadBreakeven
+from pd_connector.pool.load_breakeven import Answers, LoadBreakeven, longest_wait_s
 from pd_connector.pool.loader import seconds_to_read
 from pd_connector.pool.part_names import part_codec
-from pd_connector.pool.store.base import FAR, Found, Store, longest_wait_s
+from pd_connector.pool.store.base import FAR, Found, Store
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.sglang.pool_chunks import HeldChunk, HeldChunks
 from pd_connector.telemetry import Telemetry

@@ -36,11 +36,6 @@ class Found(NamedTuple):
     """How long other chunks are on their way from the far store before this one can come, in seconds."""
 
 
-def longest_wait_s(hits: Sequence[Found]) -> float:
-    """How long a load of these chunks waits until its first chunk of the far store can come, in seconds."""
-    return max((hit.wait_s for hit in hits), default=0.0)
-
-
 class Chunk(NamedTuple):
     """A chunk of a tier of this host, in a list of what is there."""
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pd_connector.errors import Cause, Miss
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.load_breakeven import LoadBreakeven
-from pd_connector.pool.store.base import FAR, Found, longest_wait_s
+from pd_connector.pool.load_breakeven import LoadBreakeven, longest_wait_s
+from pd_connector.pool.store.base import FAR, Found
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.messages import Cut, earliest
 from pd_connector.vllm.pool.audit import PoolAudit

@@ -16,10 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pd_connector.errors import Cause, Miss
 from pd_connector.pool.client_pins import ClientPins
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.load_breakeven import Answers, LoadBreakeven
+from pd_connector.pool.load_breakeven import Answers, LoadBreakeven, longest_wait_s
 from pd_connector.pool.loader import seconds_to_read
 from pd_connector.pool.part_names import part_codec, part_draft
-from pd_connector.pool.store.base import Found, Store, longest_wait_s
+from pd_connector.pool.store.base import Found, Store
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.pool.audit import PoolAudit
 from pd_connector.vllm.pool.before_reset import BeforeReset
