@@ -245,7 +245,10 @@ class ChunkLoads:
 
     def _prefetch(self, readers: Readers, filling: _Filling, chunks: Sequence[PromptChunk]) -> None:
         """Have chunks of a far store brought in one row, and then wait for each."""
-        self._loader.prefetch(chunks)
+        try:
+            self._loader.prefetch(chunks)
+        except Exception:
+            logger.exception("pool: chunks were not requested in one row; each is requested alone")
         with contextlib.suppress(RuntimeError):  # ended meanwhile: the load begins again
             for chunk in chunks:
                 readers.submit(readers.bringers, partial(self._bring, readers, filling, chunk))
