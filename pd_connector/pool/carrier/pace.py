@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast chunks have come from the far store lately. Pure."""
 
-_OLD = 0.9
-"""With each chunk, those before count this many times as much as they did."""
+_HALF_S = 1.0
+"""After this time of transfer, in seconds, what has come counts half as much. One call of the far store brings several
+chunks at once, so the last few chunks alone show no speed."""
 
 
 class Pace:
@@ -13,8 +14,9 @@ class Pace:
 
     def came(self, nbytes: int, seconds: float) -> None:
         """A chunk has come, this time after the one before it, or after it was requested."""
-        self._nbytes = _OLD * self._nbytes + nbytes
-        self._took_s = _OLD * self._took_s + seconds
+        kept = 0.5 ** (seconds / _HALF_S)
+        self._nbytes = kept * self._nbytes + nbytes
+        self._took_s = kept * self._took_s + seconds
 
     def seconds(self, nbytes: int) -> float:
         """How long `nbytes` bytes will take, in seconds; 0 if nothing has come so far."""
