@@ -135,7 +135,8 @@ class Carrier:
         clients = self._clients
         counts = self._counts.all()
         counts["client_restarts"] = sum(client.killed for client in clients)
-        counts["errors"] = sum(each.errors for each in (self._putting, self._bringing, *clients))
+        counts["errors"] = self._putting.errors + self._bringing.errors
+        counts["errors"] += sum(client.errors for client in clients)
         silent = [client for client in clients if not client.is_ready]
         return Status(
             far=self._shown,

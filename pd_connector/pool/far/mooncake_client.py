@@ -10,7 +10,7 @@ from pd_connector.errors import ConfigError
 MISSING = ""
 """Why Mooncake's client cannot be imported; empty if it can."""
 if TYPE_CHECKING:
-    from mooncake.store import MooncakeDistributedStore
+    from mooncake.store import MooncakeDistributedStore as MooncakeDistributedStore
 else:
     try:
         from mooncake.store import MooncakeDistributedStore
