@@ -109,8 +109,8 @@ class CarrierLink:
             answer = self._request(Bring([key]), SILENT_S, BRING_S)
         except AbsentError:
             return
-        except QueuedError as error:  # the far store answers
-            raise PoolError(Miss.LATE, str(error)) from None
+        except QueuedError as error:  # the far store answers: it is not left alone
+            raise PoolError(Miss.NOT_WORTH, str(error)) from None
         except (OSError, msgspec.MsgspecError) as error:
             self._late(f"the carrier brings no chunk ({error!r})")
             raise PoolError(

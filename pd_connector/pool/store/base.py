@@ -268,7 +268,7 @@ class Store(ABC):
             The chunk's present place; None if no tier has it.
 
         Raises:
-            PoolError: LATE, the far store does not answer; REFUSED, this host has no room; DAMAGED, the far store's
+            PoolError: LATE, the far store does not answer; NOT_WORTH, it has waited for 30 s behind others; REFUSED, this host has no room; DAMAGED, the far store's
                 object was altered, and has been removed.
         """
 

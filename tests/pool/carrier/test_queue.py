@@ -157,7 +157,7 @@ def test_no_chunk_is_waited_for_without_end(site: Site, monkeypatch: pytest.Monk
         clock.now_s += 3.0
         site.far.permits.release()
     waiter.join(WAIT_S)
-    assert "behind others" in waiter.problem
+    assert waiter.problem.startswith(Miss.NOT_WORTH)
     assert site.link._answers.waited_for, "the far store answers"
 
 
