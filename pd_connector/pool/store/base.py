@@ -268,8 +268,8 @@ class Store(ABC):
             The chunk's present place; None if no tier has it.
 
         Raises:
-            PoolError: LATE, the far store does not answer; NOT_WORTH, it has waited for 30 s behind others; REFUSED, this host has no room; DAMAGED, the far store's
-                object was altered, and has been removed.
+            PoolError: LATE, the far store does not answer; NOT_WORTH, the chunk has waited for 30 s behind others; REFUSED,
+                this host has no room; DAMAGED, the far store's object was altered, and has been removed.
         """
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
