@@ -377,6 +377,9 @@ class PoolPrompts:
         held = prompt.held[place]
         if held.problem is not None:
             self._miss(1, held.problem[0])
+            if held.problem[0] == Miss.LATE:
+                with self._lock:
+                    self.breakeven.silent(prompt.hits[place].tier, now)
             logger.warning(
                 "request %s: KV from the pool is used up to token %d, the rest of the prompt is computed: %s",
                 *(prompt.rid, chunks * CHUNK_TOKENS, held.problem[1]),

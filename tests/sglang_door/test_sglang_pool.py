@@ -381,6 +381,26 @@ def test_a_prompt_whose_chunks_wait_behind_others_is_not_stalled(
         comes.set()
 
 
+def test_after_a_chunk_that_came_too_late_none_of_its_tier_is_loaded(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node stands still, and look-ups are answered. Control: a chunk that is gone."""
+    writer, reader = make(), make(write=False)
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    reads: list[Miss] = []
+
+    def fails(*_: Any) -> None:
+        raise PoolError(reads[-1], "it has not come")
+
+    monkeypatch.setattr(reader.rank.prompts.held._loader, "read", fails)
+    for miss, loads in ((Miss.EVICTED, 2), (Miss.LATE, 0)):
+        reads.append(miss)
+        assert reader.ask(prompt(300)) == 0
+        reader.flush()
+        assert reader.rank.prompts.breakeven.chunks([(MEMORY, 10)] * 2, time.monotonic()) == loads
+
+
 def test_a_tier_that_was_silent_is_probed_and_used_again(
     make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ class PoolLoads:
         if loading is None:
             return
         bad = loading.loaded
-        if cause is Cause.STALLED:
+        if cause is Cause.STALLED or (loading.cut and loading.cut.miss == Miss.LATE):
             self._breakeven.silent(loading.hits[bad].tier, time.monotonic())
         elif cause is Cause.UNAUDITED:
             self._audit.begin(prompt, range(loading.stop_token, loading.tokens.stop))

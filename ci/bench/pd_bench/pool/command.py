@@ -110,7 +110,7 @@ def pool(
     )
     tables: list[tuple[str, list[Comparison]]] = []
     notes: list[str] = []
-    others_cores = 0.0
+    noise = Noise()
     with exit_codes(stderr), terminate_as_interrupt():
         if engines or slow or everything:
             need_vllm()  # before minutes are spent on the other parts
@@ -118,23 +118,15 @@ def pool(
             objects_found = RawBench(peer_env, objects, runs, warm_ups).measure(say)
             tables += objects_found.tables
             notes += objects_found.notes
-            others_cores = objects_found.others_cores
         if lookup or everything:
-            noise = Noise([])
             tables.append(("limit", lookups.measure(chunks, runs, warm_ups, say)))
-            others_cores = max(others_cores, noise.cores())
         if trace and not far:
-            noise = Noise([])
             tables.append(("exact LRU", hit_rates.measure(trace, say)))
-            others_cores = max(others_cores, noise.cores())
         if disk:
-            noise = Noise([])
             with own_folder(disk) as folder:
                 rates = disk_reads.measure(folder, objects, runs, warm_ups, say)
             tables.append(("raw reads", rates))
-            others_cores = max(others_cores, noise.cores())
         if far:
-            noise = Noise([])
             rows_far = far_store.chosen(far, far_engines.ROWS)
             played = [name for name in rows_far if name in far_store.HITS]
             with_engines = [name for name in rows_far if name in far_engines.ROWS]
@@ -148,24 +140,17 @@ def pool(
                 tables += [far_hits.measure(name, trace, say) for name in played]
             for name in with_engines:
                 tables += far_engines.measure(name, prompt_tokens, runs, warm_ups, stderr, say)
-            others_cores = max(others_cores, noise.cores())
         if slow:
             with slow_stores.running(stderr) as with_faults:
-                noise = Noise(with_faults.pids)
                 tables.append(("no pool", with_faults.measure(prompt_tokens, say)))
-                others_cores = max(others_cores, noise.cores())
         if stores:
             with rivals.running(stores, stderr) as beside:
-                noise = Noise(beside.pids)
                 tables += beside.measure(prompt_tokens, runs, warm_ups, say)
-                others_cores = max(others_cores, noise.cores())
         if sglang:
             rows = row or list(sglang_engines.Row)
             with sglang_engines.running(rows, stderr) as started_sglang:
-                noise = Noise(started_sglang.pids)
                 tables += sglang_engines.measure(started_sglang, rows, runs, warm_ups, say)
                 notes.append(sglang_engines.NOT_COMPARED)
-                others_cores = max(others_cores, noise.cores())
         if cross:
             with both_kinds.running(stderr) as host:
                 right, answered = both_kinds.measure(host, cross, requests, say)
@@ -173,10 +158,8 @@ def pool(
                 notes += answered
         if engines or everything:
             with running(stderr) as started:
-                noise = Noise(started.pids)
                 measurement = EngineMeasurement(started, prompt_tokens, runs, warm_ups, say)
                 measured = measurement.measure()
-                others_cores = max(others_cores, noise.cores())
             tables += measured.tables
             notes += measured.notes
-    report(tables, [*notes, noise_note(others_cores)], json)
+    report(tables, [*notes, noise_note(noise.cores())], json)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
-from pd_bench.harness import pids_of, require
+from pd_bench.harness import require
 from pd_bench.model import write_model, write_weights
 from pd_bench.pool.folders import own_folder
 from pd_bench.report import BenchError
@@ -75,10 +75,6 @@ class PoolEngines:
         self.model = self.writer.client.model()
         wait_for_pool((engine for engine in self.all if engine is not self.plain), _STARTS_S)
         self._store = LocalStore(Space(self._memory, 0), visits=True)
-
-    @property
-    def pids(self) -> list[int]:
-        return pids_of(self.all)
 
     def chunks(self) -> int:
         """Chunks in the pool."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from pd_bench.machine import Noise
 from pd_bench.peer_environment import how_to_make, installed_version
 from pd_bench.pool import raw_party
 from pd_bench.pool.raw_party import OBJECT_BYTES
@@ -48,7 +47,6 @@ class RawFindings(NamedTuple):
 
     tables: list[tuple[str, list[Comparison]]]
     notes: list[str]
-    others_cores: float
 
 
 class RawPair:
@@ -63,10 +61,6 @@ class RawPair:
         self._count = count
         self._settings = settings
         self._processes: list[subprocess.Popen[str]] = []
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
 
     def open(self, python: str = "") -> Self:
         """Start both processes.
@@ -152,15 +146,13 @@ class RawBench:
         """
         with contextlib.ExitStack() as stack:
             pairs = list(self._pairs(stack))
-            noise = Noise([pid for pair in pairs for pid in pair.pids])
             rates = self._rounds(pairs, say)
-            others_cores = noise.cores()
         tables = [
             (words, [self._compared(verb, rates[OURS], rates[way], way) for verb in ("put", "get")])
             for way, words in BASELINES.items()
             if way in rates
         ]
-        return RawFindings(tables, self._notes(), others_cores)
+        return RawFindings(tables, self._notes())
 
     def _rounds(self, pairs: Sequence[RawPair], say: Say) -> dict[str, list[dict[str, float]]]:
         rates: dict[str, list[dict[str, float]]] = {pair.way: [] for pair in pairs}

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from pd_bench.handoff.pair import Prompts
-from pd_bench.harness import pids_of
 from pd_bench.peer_environment import installed_version
 from pd_bench.pool.engines import (
     begun,
@@ -90,10 +89,6 @@ class RivalEngines:
         for name, store in rivals.items():
             self.pairs[name] = engines(name, store, str(python))
         self.all = [engine for pair in self.pairs.values() for engine in pair]
-
-    @property
-    def pids(self) -> list[int]:
-        return pids_of(self.all)
 
     def measure(
         self, tokens: int, runs: int, warm_ups: int, say: Say

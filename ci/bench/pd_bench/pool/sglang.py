@@ -145,10 +145,6 @@ class SglangPool:
             )
         self._store = LocalStore(Space(self._memory, 0), visits=True)
 
-    @property
-    def pids(self) -> list[int]:
-        return pids_of(self.all)
-
     def chunks(self) -> int:
         """Chunks in the pool."""
         assert self._store is not None

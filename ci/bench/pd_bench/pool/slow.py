@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 
 from pd_bench.handoff.pair import Prompts
-from pd_bench.harness import pids_of
 from pd_bench.pool.engines import (
     MEMORY,
     begun,
@@ -85,10 +84,6 @@ class SlowEngines:
             env={SHM_VARIABLE: str(self._shm), "VLLM_CPU_KVCACHE_SPACE": "1", **(env or {})},
             log_path=self._logs / f"{name.replace(' ', '-')}.log",
         )
-
-    @property
-    def pids(self) -> list[int]:
-        return pids_of(self.all)
 
     def measure(self, prompt_tokens: int, say: Say) -> list[Comparison]:
         """Seconds until the first token of prompts that the pool has, from the fifth request on, one after another.

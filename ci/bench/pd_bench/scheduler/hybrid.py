@@ -56,7 +56,7 @@ async def compare(
     """
     _check_installed()
     with _engine(folder, most_tokens, None, say) as off:
-        noise = Noise([])
+        noise = Noise()
         without = {tokens: _prefill(off, tokens, say) for tokens in off_tokens}
     budget = off_tokens[-1]
     budget_mib = without[budget].peak_mib

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from pd_bench.harness import VLLM, pids_of, require
+from pd_bench.harness import VLLM, require
 from pd_bench.machine import Noise
 from pd_bench.report import BenchError, Comparison
 from pd_bench.scheduler.replay import Outcome, p99
@@ -84,7 +84,6 @@ class RunningEngine:
     contender: Contender
     client: EngineClient
     settings: Path
-    pids: Sequence[int]
     noise: Noise
     """CPU use of other programs during the run."""
     under_way: Sequence[str] = UNDER_WAY
@@ -200,8 +199,7 @@ async def running(
     with engine:
         wait_all([engine])
         async with connect(engine.base_url) as client:
-            pids = pids_of([engine])
-            engine_running = RunningEngine(contender, client, settings, pids, Noise(pids))
+            engine_running = RunningEngine(contender, client, settings, Noise())
             await warm_up(engine_running, setup.max_model_len)
             yield engine_running
 

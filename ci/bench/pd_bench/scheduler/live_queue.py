@@ -97,7 +97,7 @@ async def take_turns(
     """
     outcomes = defaultdict[tuple[str, float], list[Outcome]](list)
     rates = []
-    noise = Noise([pid for engine in engines for pid in engine.pids])
+    noise = Noise()
     runs = Runs(rounds * (1 + len(loads) * len(engines)), say)
     for seed in range(_SEED, _SEED + rounds):
         requests = shared_profiles(

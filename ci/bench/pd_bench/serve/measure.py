@@ -125,7 +125,7 @@ class Measurement:
         rival = self._stacks[1]
         with _Turn(rival):
             promise = self._promise(rival)
-        noise = Noise([pid for stack in self._stacks for pid in stack.pids])
+        noise = Noise()
         before = {stack.name: _tokens(stack) for stack in self._stacks}
         rates = [self._capacity(stack) for stack in self._stacks]
         turns = self._rounds(rates[1])

@@ -142,7 +142,7 @@ class PoolMeasurement:
             BenchError: an engine does not use the pool.
         """
         self._wait_for_pool()
-        noise = self._noise()
+        noise = Noise()
         for stack in (self._pooled, self._plain):
             self._rate(stack, WARM_UPS, 1, seed=1)
         rates = [
@@ -188,13 +188,10 @@ class PoolMeasurement:
         others = list[float]()
         for name, stack in stacks.items():
             _use_memory(self._shm, _kv_bytes(round_.requests))
-            noise = self._noise()
+            noise = Noise()
             turns.add(name, self._turn(stack, name, round_.requests))
             others.append(noise.cores())
         return max(others)
-
-    def _noise(self) -> Noise:
-        return Noise([pid for stack in (self._pooled, self._plain) for pid in stack.pids])
 
     def _turn(self, stack: PoolStack, name: str, requests: Sequence[TimedRequest]) -> list[Answer]:
         answers = send(stack.router.client, self._model, requests)

@@ -54,7 +54,7 @@ def states(
         if Row.STRIPES in rows:
             from pd_bench.states import stripes  # torch takes seconds to import
 
-            noise = Noise([])
+            noise = Noise()
             tables.append(("of a page", [stripes.measure(runs, warm_ups)]))
             notes.append(f"{Row.STRIPES}: {noise_note(noise.cores())}")
         if Row.DRAFTS in rows:

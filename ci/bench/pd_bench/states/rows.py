@@ -91,7 +91,7 @@ def over_link(
         if Row.LAYOUTS in rows:
             pairs[_UNLIKE.name] = _pair(_UNLIKE, others_order, stage)
         stack.enter_context(_running(list(pairs.values()), console))
-        noise = Noise([pid for pair in pairs.values() for pid in pair.pids])
+        noise = Noise()
         tables, notes = _measured(rows, pairs, runs, warm_ups, console)
         return tables, [noise_note(noise.cores()), *notes]
 
