@@ -298,7 +298,7 @@ class DecodeBackend(AttentionBackend):
         # Queries are often a part of a wider tensor. The kernels take any stride of tokens, so they are not copied. Kernels are
         # compiled for the stride of heads, which must not depend on the batch.
         query = q.reshape(-1, heads, dim)
-        if query.stride()[1:] != (dim, 1):
+        if not query.is_contiguous() and query.stride()[1:] != (dim, 1):
             query = query.contiguous()
         # SGLang may pad the tokens after it has planned the step (`prepare_mlp_sync_batch`). Nobody reads these rows.
         tokens, rows = query.shape[0], self.tables.lengths.shape[0] * self._queries
@@ -368,18 +368,14 @@ class PagedBackend(DecodeBackend):
     def make_plan(self, layer: Any, queries: int = 1) -> DecodePlan:
         keys, values = self.pages(layer)
         query = torch.empty((), dtype=self.dtype, device=self.device)
+        window, tree = window_of(layer), self.tree_of(queries)
         return plan_paged_decode(
             query.expand(1, queries, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
             values,
-            window=self._window(layer, queries),
+            window=tree.reach(window) if tree else window,
             max_batch=self._most_requests,
         )
-
-    def _window(self, layer: Any, queries: int) -> int:
-        """The window that the kernel is given."""
-        tree, window = self.tree_of(queries), window_of(layer)
-        return tree.reach(window) if tree else window
 
     def pages(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a layer's keys and values, `[page, token, kv head, dim]` each."""
@@ -394,16 +390,16 @@ class PagedBackend(DecodeBackend):
     def attend(self, query: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
         keys, values = self.pages(layer)
         coded = keys.dtype == FP8
-        tree = self.tree_of(self._queries)
+        window, tree = window_of(layer), self.tree_of(self._queries)
         out: torch.Tensor = paged_decode(
             query,
             keys,
             values,
             *self.tables,
             scale=layer.scaling,
-            window=self._window(layer, self._queries),
+            window=tree.reach(window) if tree else window,
             score_mod=cap_of(layer),
-            mask_mod=tree.mod(window_of(layer)) if tree else None,
+            mask_mod=tree.mod(window) if tree else None,
             sinks=sinks,
             k_scale=(layer.k_scale_float or 1.0) if coded else 1.0,
             v_scale=(layer.v_scale_float or 1.0) if coded else 1.0,

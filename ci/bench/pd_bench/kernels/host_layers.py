@@ -15,6 +15,7 @@ writing of new KV, which is the same on both sides. FlashInfer, vLLM and SGLang 
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 import statistics
 import tempfile
@@ -123,16 +124,19 @@ def seconds(*sides: Calls) -> list[float]:
 
 
 def measure_layers() -> Iterator[Comparison]:
-    """Yield the rows of all that can be imported; a row that is not ok says what cannot."""
+    """Yield the rows. Prints which engine is not installed and has none."""
+    engines = {"vllm": ("vLLM", vllm_rows), "sglang": ("SGLang", sglang_rows)}
+    parts = [("call", kernel_rows)]
+    for package, part in engines.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{part[0]}: not measured, {package} is not installed here", flush=True)
+        else:
+            parts.append(part)
     with without_gpu():
         for batch in BATCHES:
             sets = [paged_set([LENGTH] * batch, LLAMA, PAGE, torch.bfloat16) for _ in range(LAYERS)]
             params = {"sequences": batch}
-            for name, rows in (
-                ("call", kernel_rows),
-                ("vLLM", vllm_rows),
-                ("SGLang", sglang_rows),
-            ):
+            for name, rows in parts:
                 yield from rows_or_failure(f"{name}, a layer", params, rows(sets, params))
 
 
