@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the public functions with everything at once, drawn by a seed: head sizes, groups, pages, layouts, dtypes, windows,
-sinks, masks, drafts, lengths around pages. Unused memory is NaN, and unused entries of tables are no pages.
+sinks, masks, drafts, lengths around pages. Unused memory is NaN, and unused entries of tables name no page.
 
 The reference is float64 in numpy, one query and head after another, and shares nothing with those of pd_kernels. A call may also
 be refused, by a ValueError that names what is not supported.
