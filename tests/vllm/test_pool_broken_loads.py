@@ -21,7 +21,7 @@ from vllm.v1.engine import FinishReason
 
 from pd_bench.pool.faulty_store import FaultyStore
 from pd_connector.agent import pool_loads
-from pd_connector.errors import Cause
+from pd_connector.errors import Cause, Miss, PoolError
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.protocol.consuming.incoming import Finished
@@ -182,7 +182,16 @@ def silent(store: FaultyStore, answers: threading.Event) -> None:
     store.silent = answers
 
 
-@pytest.mark.parametrize("fault", [slow, late, silent])
+def unreachable(store: FaultyStore, _: threading.Event) -> None:
+    """A far store that knows its chunks, and does not hand them out: the node that has them stands still."""
+
+    def bring(_: bytes) -> None:
+        raise PoolError(Miss.LATE, "the far store does not answer")
+
+    store.bring, store.brings_at_once = bring, lambda _: False
+
+
+@pytest.mark.parametrize("fault", [slow, late, silent, unreachable])
 def test_from_the_fifth_request_on_nobody_waits_for_the_store(
     make: Make, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:

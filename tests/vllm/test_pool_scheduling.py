@@ -358,6 +358,24 @@ def test_chunks_from_the_far_store_before_a_bad_one_count(monkeypatch: pytest.Mo
     assert (counted["pool_hits"], counted["pool_far_hits"]) == (2, 2)
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 1e6])
+def test_no_load_begins_that_would_wait_for_longer_than_computing_takes(
+    monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    of = engine()
+    stored(of, 3)
+    of.side.pool._breakeven.computed(1000, 1.0)
+    find = of.store.find
+    monkeypatch.setattr(
+        type(of.store),
+        "find",
+        lambda _, keys: [hit and hit._replace(tier=FAR, wait_s=wait_s) for hit in find(keys)],
+    )
+    add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
+    of.step()
+    assert len(fills(of)) == (0 if wait_s else 1)
+
+
 def test_a_chunk_that_no_one_here_can_use_is_not_looked_for_again() -> None:
     of = engine()
     stored(of, 3)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pd_connector.errors import Cause, Miss
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.load_breakeven import LoadBreakeven
+from pd_connector.pool.load_breakeven import LoadBreakeven, longest_wait_s
 from pd_connector.pool.store.base import FAR, Found
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.messages import Cut, earliest
@@ -86,7 +86,8 @@ class PoolLoads:
         self._count_hits(loading.hits)
         tiers = {hit.tier for hit in loading.hits}
         if len(tiers) == 1:
-            self._breakeven.loaded(tiers.pop(), nbytes, seconds)
+            wait_s = longest_wait_s(loading.hits)
+            self._breakeven.loaded(tiers.pop(), nbytes, seconds, wait_s)
         return nbytes // len(loading.hits)
 
     def _count_hits(self, hits: Sequence[Found]) -> None:
@@ -119,7 +120,7 @@ class PoolLoads:
         if loading is None:
             return
         bad = loading.loaded
-        if cause is Cause.STALLED:
+        if cause is Cause.STALLED or (loading.cut and loading.cut.miss == Miss.LATE):
             self._breakeven.silent(loading.hits[bad].tier, time.monotonic())
         elif cause is Cause.UNAUDITED:
             self._audit.begin(prompt, range(loading.stop_token, loading.tokens.stop))
