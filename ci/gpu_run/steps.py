@@ -8,7 +8,7 @@ from gpu_run.step import JSON, KERNEL_SOURCES, KERNELS, Step
 
 PYTHON = sys.executable
 BENCH = (PYTHON, "-m", "pd_bench.kernels")
-OURS = (PYTHON, "-m", "pd_connector.tools.cli")
+OURS = (PYTHON, "-m", "pd_connector")
 PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 PAYLOADS = (*KERNELS, "msgspec", "numpy", "xxhash")

@@ -17,6 +17,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FP8_MAX = 448.0
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -73,16 +74,20 @@ def is_fast(x: torch.Tensor) -> bool:
     return bool(x.device.type == "cpu")
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as signed integers, any strides: numpy has no bfloat16, and torch on a GPU cannot index FP8."""
+    return x.view(_SIGNED[x.element_size()])
+
+
 def words(x: torch.Tensor) -> Words:
     """The bits of a CPU tensor as unsigned integers: a view with the same shape and strides."""
-    array: Words = x.view(_SIGNED[x.element_size()]).numpy()
+    array: Words = bits(x).numpy()
     return array.view(_UNSIGNED[x.element_size()])
 
 
 def copy_bits(x: torch.Tensor, out: torch.Tensor) -> None:
     """Copy elements of one dtype bit by bit, NaN payloads included."""
-    signed = _SIGNED[x.element_size()]
-    out.view(signed).copy_(x.view(signed))
+    bits(out).copy_(bits(x))
 
 
 def as_dtype(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -99,9 +104,9 @@ def largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
         x: a float dtype, any strides.
         dims: the reduced dims, kept with extent 1.
     """
-    signed = _SIGNED[x.element_size()]
     # Without the sign bit, the bits of floats, read as integers, have the order of the floats.
-    magnitude = x.view(signed) & torch.iinfo(signed).max
+    signed = bits(x)
+    magnitude = signed & torch.iinfo(signed.dtype).max
     return magnitude.amax(dims, keepdim=True).view(x.dtype).float()
 
 

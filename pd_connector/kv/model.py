@@ -6,14 +6,16 @@ trusted: see `weights_problem`.
 """
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
 
 from pd_connector.kv.geometry import DRAFT_LAYERS, Layers
 from pd_connector.kv.model_config import FINGERPRINT_BYTES, Fields, fields_unlike, printable
-from pd_connector.kv.rotation import Rotation
 
+MOST_TEXT = 200
+"""Most characters of a text that is for messages only."""
 _Print = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -83,9 +85,26 @@ def draft_fingerprint(config: bytes, weights: bytes) -> bytes:
     return hashlib.blake2b(config + weights, digest_size=FINGERPRINT_BYTES).digest()
 
 
-def rotation_fingerprint(rotation: Rotation | str) -> bytes:
-    """Fingerprint of a rotation, or of the text that describes a rotation of an unknown kind."""
-    text = rotation.text if isinstance(rotation, Rotation) else rotation
+def layer_facts(alike: Mapping[tuple[str, str, str], Iterable[int]]) -> tuple[LayerFacts, ...]:
+    """Facts of a rank's layers.
+
+    Args:
+        alike: numbers of layers by what they have in common: label, attention, and rotation as text, which is empty
+            where there is none or it is not known.
+    """
+    return tuple(
+        LayerFacts(
+            layers=tuple(sorted(numbers)),
+            label=label,
+            attention=attention,
+            rotation=_rotation_fingerprint(rotation) if rotation else b"",
+            rotated=rotation[:MOST_TEXT],
+        )
+        for (label, attention, rotation), numbers in alike.items()
+    )
+
+
+def _rotation_fingerprint(text: str) -> bytes:
     return hashlib.blake2b(
         text.encode(), digest_size=FINGERPRINT_BYTES, person=b"pd-rotation"
     ).digest()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from pd_connector.codec import DTYPES, load_codec
+from pd_connector.codec.elements import bits
 from pd_connector.kv.coding import Elements, Part
 from pd_connector.pages.cache_layers import CacheLayers
 from pd_connector.pages.copiers import Copier, as_tensor
@@ -112,9 +113,9 @@ def _state_distances(
         return []
     distances: list[Distance] = []
     where = route.destination, route.destination_head, route, chunk, pages
-    for layer, bits, part in state_parts(layers.states, *where):
+    for layer, held, part in state_parts(layers.states, *where):
         dtype = DTYPES[section.dtype]
-        ours = bits.to("cpu").contiguous().view(dtype).double()
+        ours = held.to("cpu").contiguous().view(dtype).double()
         theirs = as_tensor(payload[part]).to("cpu").view(dtype).view(ours.shape).double()
         scratch = layers.states[layer].scratch_rows if section.name.startswith("conv") else 0
         written = slice(ours.shape[1] - scratch)
@@ -229,9 +230,8 @@ def _as_pages(
 
 def _taken(view: torch.Tensor, index: Index) -> torch.Tensor:
     """Pages of a view, copied."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[view.element_size()]
     which = torch.from_numpy(index).to(view.device)
-    return view.view(bits).index_select(0, which).view(view.dtype)
+    return bits(view).index_select(0, which).view(view.dtype)
 
 
 def _dense(pages: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from pd_connector.codec.elements import bits
 from pd_connector.pages.row_matrix import RowMatrix, Words
 from pd_connector.pages.spans import Index, Span
 from pd_connector.pages.tiles import is_tiled, read_tiles, write_tiles
@@ -59,7 +60,7 @@ class HostCopier:
             return
         matrix = self._matrix(view)
         if matrix is not None:
-            matrix.take(span.row_numbers(view.shape[1], matrix.steps), _bits(plane).numpy())
+            matrix.take(span.row_numbers(view.shape[1], matrix.steps), bits(plane).numpy())
             return
         source = _words(view)
         target = _like(plane, source)
@@ -73,7 +74,7 @@ class HostCopier:
         by_rows = span.scattered or view[0].nbytes <= _SMALL_PAGE_BYTES
         matrix = self._matrix(view) if by_rows else None
         if matrix is not None:
-            values = _bits(plane.contiguous()).numpy()
+            values = bits(plane.contiguous()).numpy()
             matrix.put(span.row_numbers(view.shape[1], matrix.steps), values)
             return
         target = _words(view)
@@ -113,15 +114,15 @@ class TorchCopier:
     def read(self, view: torch.Tensor, span: Span, plane: torch.Tensor) -> None:
         if span.scattered:
             page, within = _on(view.device, *span.places())
-            _bits(plane).copy_(_bits(view)[page, :, within].transpose(0, 1))
+            bits(plane).copy_(bits(view)[page, :, within].transpose(0, 1))
             return
         spans = span.page_spans()
         index = torch.tensor([each.page for each in spans], device=view.device)
-        picked = _bits(view).index_select(0, index).permute(1, 0, 2, 3).flatten(1, 2)
-        _bits(plane).copy_(picked[:, spans[0].first : spans[0].first + plane.shape[1]])
+        picked = bits(view).index_select(0, index).permute(1, 0, 2, 3).flatten(1, 2)
+        bits(plane).copy_(picked[:, spans[0].first : spans[0].first + plane.shape[1]])
 
     def write(self, view: torch.Tensor, span: Span, plane: torch.Tensor) -> None:
-        target, source = _bits(view), _bits(plane)
+        target, source = bits(view), bits(plane)
         if span.scattered:
             page, within = _on(view.device, *span.places())
             target[page, :, within] = source.transpose(0, 1)
@@ -174,10 +175,5 @@ def _words(view: torch.Tensor) -> Words:
 
 def _like(x: torch.Tensor, words: Words | None) -> Words:
     """A tensor as words, as wide as `words` if that is given and `x` is dense."""
-    bits: Words = _bits(x).numpy()
-    return bits if words is None else bits.view(words.dtype)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: numpy has no bfloat16, and torch on a GPU cannot index FP8."""
-    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    elements: Words = bits(x).numpy()
+    return elements if words is None else elements.view(words.dtype)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer's cache, or its states, as the engine's door passes them, with a check against the geometry."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,51 @@ class StatePages(NamedTuple):
 
     sections: tuple[torch.Tensor, ...]
     scratch_rows: int = 0
+
+
+class StatePart(NamedTuple):
+    """Consecutive channels or rows of a state's tensor that are divided among ranks independently of the others.
+
+    Attributes:
+        name: the section's name.
+        units: number of units that this rank holds.
+        dim: channels of a unit in a convolution; otherwise elements of a row.
+        total: units of the whole model, if not `units` times the number of ranks.
+    """
+
+    name: str
+    units: int
+    dim: int
+    total: int = 0
+
+    def units_of(self, ranks: int) -> int:
+        """Units of the whole model, of which each of `ranks` ranks holds a part."""
+        return self.total or self.units * ranks
+
+
+def convolution_views(
+    convolution: torch.Tensor, parts: Sequence[StatePart], name: str
+) -> list[torch.Tensor]:
+    """Views of the parts of a convolution, `[..., unit, row, dim]` each.
+
+    Args:
+        convolution: `[..., channel, row]`, any strides.
+        parts: its channels, in their order.
+        name: for messages.
+
+    Raises:
+        UnsupportedGeometryError: it has another number of channels.
+    """
+    sizes = [part.units * part.dim for part in parts]
+    if sum(sizes) != convolution.shape[-2]:
+        raise UnsupportedGeometryError(
+            f"{name} has {convolution.shape[-2]} channels: wanted {' + '.join(map(str, sizes))} "
+            f"({', '.join(part.name for part in parts)})"
+        )
+    return [
+        run.unflatten(-2, (part.units, part.dim)).transpose(-2, -1)
+        for part, run in zip(parts, convolution.split(sizes, -2), strict=True)
+    ]
 
 
 def check_states(layer: int, pages: StatePages, geometry: Geometry, group: Group) -> None:

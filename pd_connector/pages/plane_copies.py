@@ -108,7 +108,7 @@ class PlaneCopies:
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> bytes | None:
         """As `PagedCache.scatter`."""
-        on_host, summed = self._on_host(route, payload)
+        on_host, summed = self._on_host(payload)
         self.scatter(route, chunk, pages, np.frombuffer(on_host, np.uint8))
         self._wait()
         return summed
@@ -117,7 +117,7 @@ class PlaneCopies:
         self, route: Route, chunk: Chunk, pages: Sequence[int], payload: Payload
     ) -> tuple[bytes | None, list[Distance]]:
         """As `PagedCache.compare`."""
-        on_host, summed = self._on_host(route, payload)
+        on_host, summed = self._on_host(payload)
         if not can_compare(route):
             return summed, []
         words = np.frombuffer(on_host, np.uint8)
@@ -125,7 +125,7 @@ class PlaneCopies:
         self._wait()
         return summed, away
 
-    def _on_host(self, route: Route, payload: Payload) -> tuple[memoryview, bytes | None]:
+    def _on_host(self, payload: Payload) -> tuple[memoryview, bytes | None]:
         """The payload in host memory. Bytes on a device are copied once, and the copy is hashed: a peer may
         still write into the slot."""
         if not isinstance(payload, DeviceBytes):

@@ -99,7 +99,7 @@ class StripedSpan(NamedTuple):
 
     def row_numbers(self, heads: int, steps: tuple[int, ...]) -> Index:
         """See `TokenSpan`."""
-        return _striped_row_numbers(self, heads, steps)
+        return _row_numbers(self, heads, steps)
 
 
 Span = TokenSpan | StripedSpan
@@ -145,14 +145,6 @@ def _striped_page_spans(span: StripedSpan) -> Sequence[PageSpan]:
 
 
 @functools.lru_cache(maxsize=8)
-def _striped_row_numbers(span: StripedSpan, heads: int, steps: tuple[int, ...]) -> Index:
-    page, within = _striped_places(span)
-    by_page, by_head, by_token = steps
-    numbers: Index = np.arange(heads)[:, None] * by_head + (page * by_page + within * by_token)
-    return numbers.reshape(-1)
-
-
-@functools.lru_cache(maxsize=8)
 def _page_spans(span: TokenSpan) -> Sequence[PageSpan]:
     pages, first_token, stop_token, page_size, view_tokens = span
     parts = page_size // view_tokens
@@ -175,8 +167,8 @@ def _places(span: TokenSpan) -> tuple[Index, Index]:
 
 
 @functools.lru_cache(maxsize=8)
-def _row_numbers(span: TokenSpan, heads: int, steps: tuple[int, ...]) -> Index:
-    page, within = _places(span)
+def _row_numbers(span: Span, heads: int, steps: tuple[int, ...]) -> Index:
+    page, within = span.places()
     by_page, by_head, by_token = steps
     numbers: Index = np.arange(heads)[:, None] * by_head + (page * by_page + within * by_token)
     return numbers.reshape(-1)

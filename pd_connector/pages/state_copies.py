@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from pd_connector.codec.elements import bits
 from pd_connector.kv.geometry import Group
 from pd_connector.pages.copiers import as_tensor
 from pd_connector.pages.layer import StatePages
@@ -73,12 +74,7 @@ def state_parts(
         if not 0 <= page < len(view):
             raise IndexError(f"page {page} of a cache of {len(view)} states")
         part = view[page, first_unit + units.start : first_unit + units.stop]
-        yield layer, _bits(part), slice(offset, offset + nbytes)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, any strides: numpy has no bfloat16."""
-    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+        yield layer, bits(part), slice(offset, offset + nbytes)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pd_connector.codec import DTYPES
+from pd_connector.codec.elements import DTYPE_NAMES, DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import DRAFT_LAYERS, Geometry, Group, Shard
 from pd_connector.kv.heads import total_heads
@@ -28,7 +28,6 @@ from pd_connector.pages.layer import LayerPages, StatePages
 from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.sglang.states import Parts, describe_states
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FP8 = "fp8_e4m3"
 _OPAQUE = "uint8"  # bytes whose meaning only SGLang knows
 _ONE = 1.0, 1.0
@@ -146,7 +145,7 @@ def _describe(
     table: int = 0,
 ) -> list[tuple[dict[int, LayerPages], Group]]:
     """Layers with these numbers, held by one pool of plain tensors: a group for each number of heads."""
-    dtype = _DTYPE_NAMES.get(pool.dtype)
+    dtype = DTYPE_NAMES.get(pool.dtype)
     if dtype is None:
         raise UnsupportedGeometryError(
             f"KV pool of {pool.dtype}: PDConnector moves SGLang's pools of "

@@ -18,11 +18,7 @@ from pd_connector.kv.checkpoint import ConfigFiles, read_config
 from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.geometry import Shard
 from pd_connector.kv.heads import named_heads
-from pd_connector.kv.model import (
-    LayerFacts,
-    ModelFacts,
-    rotation_fingerprint,
-)
+from pd_connector.kv.model import MOST_TEXT, LayerFacts, ModelFacts, layer_facts
 from pd_connector.kv.model_config import printable, served_config
 from pd_connector.kv.rotation_table import Made, rotation_text
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
@@ -32,7 +28,6 @@ from pd_connector.sglang.settings import BACKEND
 logger = logging.getLogger("pd_connector.sglang")
 
 _LABEL = "model/attention"
-_MOST_TEXT = 200
 _STRETCHED = frozenset({"llama3", "yarn", "deepseek_yarn"})
 """Rotations whose factor and original length SGLang uses as they are if the config has none."""
 
@@ -93,7 +88,7 @@ def model_facts(
         held=f"SGLang's rank {shard.tp_rank} of {shard.tp_size}, layers {shard.first_layer}-{shard.stop_layer}",
         model_id=config.model_id,
         layers=_layer_facts(scheduler.tp_worker.model_runner.model, shard),
-        source=printable(str(model.model_path)[-_MOST_TEXT:]),
+        source=printable(str(model.model_path)[-MOST_TEXT:]),
         fields=compared.fields,
         reading=files is not None or isinstance(draft, DraftFiles),
         draft=draft if isinstance(draft, bytes) else b"",
@@ -277,21 +272,12 @@ def loaded_weights(scheduler: Any) -> Loaded:
 
 def _layer_facts(model: torch.nn.Module, shard: Shard) -> tuple[LayerFacts, ...]:
     """What this rank's layers do, as they were loaded."""
-    alike: dict[tuple[str, str], list[int]] = {}
+    alike: dict[tuple[str, str, str], list[int]] = {}
     for number, attention, rotary in _layers(model):
         if shard.first_layer <= number < shard.stop_layer:
             text = "; ".join(rotation_text(each, _made_with(each)) for each in rotary)
-            alike.setdefault((_attention_text(attention), text), []).append(number)
-    return tuple(
-        LayerFacts(
-            layers=tuple(sorted(numbers)),
-            label=_LABEL,
-            attention=attention,
-            rotation=rotation_fingerprint(rotation) if rotation else b"",
-            rotated=rotation[:_MOST_TEXT],
-        )
-        for (attention, rotation), numbers in alike.items()
-    )
+            alike.setdefault((_LABEL, _attention_text(attention), text), []).append(number)
+    return layer_facts(alike)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[int, Any, list[torch.nn.Module]]]:

@@ -446,7 +446,7 @@ class PoolLinker(UnifiedCacheLinker):
             compares = chunk.key in rank.prompts.audit and not gone
             if chunk.key in self._begun and not compares:
                 continue
-            name = self._name(offload, len(jobs))
+            name = self._name(offload)
             if name is None:  # when SGLang offers the node again, the other chunks have their turn
                 offload.stored = False
                 self._begun.update(dict.fromkeys(begun))
@@ -496,7 +496,7 @@ class PoolLinker(UnifiedCacheLinker):
             self._cache.dec_lock_ref(*offload.parent)
             offload.parent = None
 
-    def _name(self, offload: _Offload, jobs: int) -> str | None:
+    def _name(self, offload: _Offload) -> str | None:
         """A unique name for a job; None if too many jobs are under way."""
         with self._lock:
             if len(self._jobs) >= MOST_SAVES:

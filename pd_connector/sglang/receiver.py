@@ -6,7 +6,6 @@ turn of its loop. Before it frees the request's pages it calls `abort`, `clear`,
 rank, `failure_exception`.
 """
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +24,6 @@ from pd_connector.sglang.requests import room_after_retraction, transfer_of
 
 if TYPE_CHECKING:
     from pd_connector.sglang.manager import Manager
-
-logger = logging.getLogger("pd_connector.sglang")
 
 _LEFT_OUT = (
     "; if vLLM has computed the prompt without its last token, set from_first_token in the kv_transfer_params of its "

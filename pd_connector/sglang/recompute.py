@@ -11,7 +11,6 @@ the request (`protocol/wire/prefill_server.py`).
 
 import http
 import json
-import logging
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +25,6 @@ from pd_connector.protocol.wire.prefill_server import PrefillServer, parse_serve
 from pd_connector.sglang.exchange import exchange
 from pd_connector.sglang.prefill_engines import forbidden, greets
 from pd_connector.sglang.registry import ENGINE, ask_row, split
-
-logger = logging.getLogger("pd_connector.sglang")
 
 REPEATABLE = frozenset(
     {

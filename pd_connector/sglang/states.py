@@ -7,35 +7,16 @@ chosen, so a state passes as it stands after the whole prompt. A further kind of
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from pd_connector.codec import DTYPES
+from pd_connector.codec.elements import DTYPE_NAMES, DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Group, Section, Shard, state_group
-from pd_connector.pages.layer import StatePages
+from pd_connector.pages.layer import StatePages, StatePart, convolution_views
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Part(NamedTuple):
-    """Consecutive channels of a convolution that are divided among ranks independently of the others.
-
-    Attributes:
-        name: the section's name.
-        units: number of units that this rank holds.
-        dim: channels of a unit.
-        total: units of the whole model, if not `units` times the number of ranks.
-    """
-
-    name: str
-    units: int
-    dim: int
-    total: int = 0
-
-
-Parts = tuple[Part, ...]
+Parts = tuple[StatePart, ...]
 
 
 def state_parts(model: torch.nn.Module) -> Parts:
@@ -92,15 +73,10 @@ def describe_states(
     convolution = pool.mamba_cache.conv[0]
     if pool.conv_slice_axis == 1:  # KDA keeps rows first
         convolution = convolution.transpose(2, 3)
-    sizes = [part.units * part.dim for part in parts]
-    if sum(sizes) != convolution.shape[2]:
-        raise UnsupportedGeometryError(
-            f"a convolution of {convolution.shape[2]} channels: wanted {' + '.join(map(str, sizes))} "
-            f"({', '.join(part.name for part in parts)})"
-        )
+    views_of_parts = convolution_views(convolution, parts, f"a convolution of {kind}")
     tensors = [
-        (part.name, part.total or part.units * shard.tp_size, _units(run, part))
-        for part, run in zip(parts, convolution.split(sizes, 2), strict=True)
+        (part.name, part.units_of(shard.tp_size), view)
+        for part, view in zip(parts, views_of_parts, strict=True)
     ]
     matrices = pool.mamba_cache.temporal
     if _keys_first(pool, parts):
@@ -127,13 +103,8 @@ def _keys_first(pool: Any, parts: Parts) -> bool:
     return is_cpu() and parts[0].name == "conv.q" and pool.conv_slice_axis != 1
 
 
-def _units(run: torch.Tensor, part: Part) -> torch.Tensor:
-    """Channels of a convolution, `[layer, slot, channel, row]`, as `[layer, slot, unit, row, dim]`."""
-    return run.unflatten(2, (part.units, part.dim)).transpose(3, 4)
-
-
 def _dtype(name: str, tensor: torch.Tensor) -> str:
-    dtype = _DTYPE_NAMES.get(tensor.dtype)
+    dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None:
         raise UnsupportedGeometryError(
             f"{name} of a state has elements of {tensor.dtype}: PDConnector moves {', '.join(DTYPES)} "
@@ -145,9 +116,9 @@ def _dtype(name: str, tensor: torch.Tensor) -> str:
 def _delta_net(module: Any) -> Parts:
     """Gated delta nets (Qwen3-Next, Qwen3.5) and KDA (Kimi Linear): Q, K and V."""
     return (
-        Part("conv.q", module.num_q_heads, module.head_q_dim),
-        Part("conv.k", module.num_k_heads, module.head_k_dim),
-        Part("conv.v", module.num_v_heads, module.head_v_dim),
+        StatePart("conv.q", module.num_q_heads, module.head_q_dim),
+        StatePart("conv.k", module.num_k_heads, module.head_k_dim),
+        StatePart("conv.v", module.num_v_heads, module.head_v_dim),
     )
 
 
@@ -157,15 +128,15 @@ def _mamba2(module: Any) -> Parts:
     ranks = module.tp_size
     groups, total = module.n_groups // ranks, int(module.norm.n_groups)
     return (
-        Part("conv.x", module.num_heads // ranks, module.head_dim),
-        Part("conv.b", groups, module.ssm_state_size, total),
-        Part("conv.c", groups, module.ssm_state_size, total),
+        StatePart("conv.x", module.num_heads // ranks, module.head_dim),
+        StatePart("conv.b", groups, module.ssm_state_size, total),
+        StatePart("conv.c", groups, module.ssm_state_size, total),
     )
 
 
 def _short_convolution(module: Any) -> Parts:
     """Short convolutions (LFM2)."""
-    return (Part("conv.x", int(module.hidden_size_per_partition), 1),)
+    return (StatePart("conv.x", int(module.hidden_size_per_partition), 1),)
 
 
 _KINDS: Mapping[str, Callable[[Any], Parts]] = {

@@ -11,7 +11,7 @@ import torch
 from pd_connector.agent.agent import Agent
 from pd_connector.config import Config
 from pd_connector.errors import PDConnectorError
-from pd_connector.kv.geometry import Geometry, Group, Shard
+from pd_connector.kv.geometry import Geometry, Group, Shard, pages_for
 from pd_connector.kv.model import ModelFacts
 from pd_connector.pages.paged_cache import LayerPages, PagedCache
 from pd_connector.protocol.consuming.incoming import Finished, Load
@@ -32,7 +32,6 @@ TIMEOUT_S = 120.0
 LOSSY_ERROR = 0.04
 """Relative L2 error that a page may have after a lossy codec. E4M3 rounds normal values by 0.026."""
 
-_WIDTH = 2 * HEAD_DIM
 _SHIFT = 977
 """Each layer has the values of the previous layer, moved by this many elements."""
 _SIDES = ("producer", "consumer")
@@ -42,58 +41,81 @@ _WAIT_S = 0.1
 
 
 class WireCache:
-    """32 layers x 8 KV heads x 128 in bfloat16, pages of 16 tokens as `[head][token][K, V]`.
+    """A rank's paged cache in bfloat16, pages of 16 tokens as `[head][token][K, V]`.
 
     Args:
         role: `producer` or `consumer`. The producer's cache holds normal random values, the consumer's holds
             zeros. Each has its prompt's pages in its own random order.
-        tokens: number of tokens of the prompt, a multiple of 16; the cache holds nothing else.
+        tokens: number of tokens of the prompt; the last page may be partly filled. The cache holds nothing else.
+        shape: layers, KV heads, dims of K, and of V; 0 dims of V for a latent.
+        device: torch's name of the device of its memory.
     """
 
-    def __init__(self, role: str, tokens: int) -> None:
+    def __init__(
+        self,
+        role: str,
+        tokens: int,
+        shape: tuple[int, int, int, int] = (LAYERS, KV_HEADS, HEAD_DIM, HEAD_DIM),
+        device: str = "cpu",
+    ) -> None:
         self.tokens = tokens
-        self.page_count = tokens // PAGE_TOKENS
-        self.tables = {side: _order(side, self.page_count) for side in _SIDES}
+        layers, heads, key_dim, value_dim = shape
+        self.page_count = pages_for(tokens, PAGE_TOKENS)
+        pages = range(self.page_count)
+        self.tables = {side: random.Random(side).sample(pages, len(pages)) for side in _SIDES}
         self.pages = self.tables[role]
-        shape = (self.page_count, KV_HEADS, PAGE_TOKENS, _WIDTH)
         random_values = torch.Generator().manual_seed(1)
-        self._base = torch.randn(shape, generator=random_values).to(torch.bfloat16)
-        self.layers = [torch.zeros_like(self._base) for _ in range(LAYERS)]
+        size = self.page_count, heads, PAGE_TOKENS, key_dim + value_dim
+        self._base = torch.randn(size, generator=random_values).to(torch.bfloat16).to(device)
+        self.layers = [torch.zeros_like(self._base) for _ in range(layers)]
         if role == "producer":
             for number, layer in enumerate(self.layers):
                 layer.copy_(self._values(number))
-        layer_numbers = tuple(range(LAYERS))
         group = Group(
-            "attention",
-            layer_numbers,
-            KV_HEADS,
-            HEAD_DIM,
-            HEAD_DIM,
+            "attention" if value_dim else "latent",
+            tuple(range(layers)),
+            heads,
+            key_dim,
+            value_dim,
             PAGE_TOKENS,
             0,
             "bfloat16",
             "bench/HNC",
             heads_apart=True,
         )
-        self.geometry = Geometry(Shard(0, LAYERS, 0, 1), (group,))
+        self.geometry = Geometry(Shard(0, layers, 0, 1), (group,))
 
     @property
     def nbytes(self) -> int:
-        return self.tokens * TOKEN_BYTES
+        """Bytes of all whole pages."""
+        return sum(int(layer.nbytes) for layer in self.layers)
+
+    def layer_pages(self) -> dict[int, LayerPages]:
+        """The cache in the form that kernels take."""
+        (group,) = self.geometry.groups
+        views: dict[int, LayerPages] = {}
+        for number, layer in enumerate(self.layers):
+            value = layer[..., group.key_dim :] if group.value_dim else None
+            rows = layer.view(torch.uint8).flatten(2)
+            views[number] = LayerPages(layer[..., : group.key_dim], value, (rows,))
+        return views
 
     def paged(self) -> PagedCache:
         """The cache in the form that an agent takes."""
-        return PagedCache({n: _views(layer) for n, layer in enumerate(self.layers)}, self.geometry)
+        return PagedCache(self.layer_pages(), self.geometry)
 
     def wipe(self) -> None:
         for layer in self.layers:
             layer.zero_()
 
     def check(self, lossy: bool) -> str:
-        """Why a consumer's cache is wrong after a transfer; empty if all pages are right."""
+        """Why a consumer's cache is wrong after a transfer; empty if all tokens are right."""
         theirs, mine = self.tables["producer"], self.tables["consumer"]
+        tail = self.tokens - (self.page_count - 1) * PAGE_TOKENS
         for number, layer in enumerate(self.layers):
             expected, received = self._values(number)[theirs], layer[mine]
+            for pages in (expected, received):  # the slots after the prompt belong to no token
+                pages[-1, :, tail:] = 0
             if not lossy:
                 if not torch.equal(received, expected):
                     return f"layer {number} differs"
@@ -107,15 +129,6 @@ class WireCache:
 
     def _values(self, layer: int) -> torch.Tensor:
         return self._base.flatten().roll(layer * _SHIFT).view_as(self._base)
-
-
-def _order(role: str, count: int) -> list[int]:
-    return random.Random(role).sample(range(count), count)
-
-
-def _views(layer: torch.Tensor) -> LayerPages:
-    rows = layer.view(torch.uint8).view(len(layer), KV_HEADS, -1)
-    return LayerPages(layer[..., :HEAD_DIM], layer[..., HEAD_DIM:], (rows,))
 
 
 class BenchCache(Protocol):

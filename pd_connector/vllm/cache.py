@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from pd_connector.codec import DTYPES
+from pd_connector.codec.elements import DTYPE_NAMES, DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Geometry, Group, Kind, state_group
 from pd_connector.pages.layer import StatePages
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MambaSpec
 
 logger = logging.getLogger("pd_connector.vllm")
-
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -239,7 +237,7 @@ def _dtype(layer: _Layer, vllm_config: "VllmConfig") -> str:
     if mode is KVQuantMode.FP8_PER_TENSOR and stored in ("fp8", "fp8_e4m3"):
         codes = "fp8_e4m3fnuz" if _is_fnuz() else "fp8_e4m3"
         return f"{codes} scaled by head" if _scaled_by_head(layer, vllm_config) else codes
-    name = _DTYPE_NAMES.get(layer.spec.dtype)
+    name = DTYPE_NAMES.get(layer.spec.dtype)
     return name if mode is KVQuantMode.NONE and name else f"{stored}/{mode.name}"
 
 

@@ -12,34 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pd_connector.codec import DTYPES
+from pd_connector.codec.elements import DTYPE_NAMES, DTYPES
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.kv.geometry import Section
-from pd_connector.pages.layer import StatePages
+from pd_connector.pages.layer import StatePages, StatePart, convolution_views
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class _Part(NamedTuple):
-    """Consecutive rows or channels of a state's tensor that are divided among ranks independently of the others.
-
-    Attributes:
-        name: the section's name.
-        units: number of units that this rank holds.
-        dim: channels of a unit in a convolution; otherwise elements of a row.
-        total: units of the whole model, if not `units` times the number of ranks.
-    """
-
-    name: str
-    units: int
-    dim: int
-    total: int = 0
-
-
-Parts = tuple[_Part, ...]
+Parts = tuple[StatePart, ...]
 _Shapes = Sequence[tuple[int, ...]]
 
 
@@ -92,7 +73,7 @@ def describe_states(
     if name_of_kind == "GDN_ATTN" and _keys_first(module):
         held[1] = held[1].view(*held[1].shape[:2], *reversed(shapes[1][1:])).transpose(2, 3)
     for parts, state in zip(tensors, held, strict=True):
-        dtype = _DTYPE_NAMES.get(state.dtype)
+        dtype = DTYPE_NAMES.get(state.dtype)
         if dtype is None:
             raise UnsupportedGeometryError(
                 f"state of {name} has elements of {state.dtype}: PDConnector moves {', '.join(DTYPES)}"
@@ -102,7 +83,7 @@ def describe_states(
                 view = view.permute(0, 2, 1, 3).view(len(view), 1, view.shape[2], -1)
                 total = 1
             else:
-                total = part.total or part.units * ranks
+                total = part.units_of(ranks)
             sections.append(Section(part.name, total, view.shape[2], view.shape[3], dtype))
             views.append(view)
     # `num_spec`: rows of its convolution that vLLM adds for speculation. Mamba1 has none.
@@ -123,7 +104,7 @@ def describe_ring(
         UnsupportedGeometryError: a page is not one ring, or a dtype that cannot be moved.
     """
     _, slots, rows, dim = tensor.shape
-    dtype = _DTYPE_NAMES.get(tensor.dtype)
+    dtype = DTYPE_NAMES.get(tensor.dtype)
     if rows != spec.block_size or dtype is None:
         raise UnsupportedGeometryError(
             f"ring of {name} has {rows} rows of {tensor.dtype}: PDConnector moves rings of {spec.block_size} rows, of "
@@ -151,16 +132,7 @@ def _views(name: str, parts: Parts, state: torch.Tensor) -> list[torch.Tensor]:
     """The parts of one tensor, `[page, unit, row, dim]` each."""
     if state.ndim == 3 and _is_convolution(parts):
         state = state if _dims_first() else state.transpose(1, 2)  # [page, channel, row]
-        sizes = [part.units * part.dim for part in parts]
-        if sum(sizes) != state.shape[1]:
-            raise UnsupportedGeometryError(
-                f"convolution of {name} has {state.shape[1]} channels, wanted {' + '.join(map(str, sizes))} "
-                f"({', '.join(part.name for part in parts)})"
-            )
-        return [
-            run.unflatten(1, (part.units, part.dim)).transpose(2, 3)
-            for part, run in zip(parts, state.split(sizes, 1), strict=True)
-        ]
+        return convolution_views(state, parts, f"convolution of {name}")
     return [state.unsqueeze(2) if state.ndim == 3 else state]
 
 
@@ -204,11 +176,11 @@ def _delta_net(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Par
         )
     return (
         (
-            _Part("conv.q", keys, key_dim),
-            _Part("conv.k", keys, key_dim),
-            _Part("conv.v", heads, value_dim),
+            StatePart("conv.q", keys, key_dim),
+            StatePart("conv.k", keys, key_dim),
+            StatePart("conv.v", heads, value_dim),
         ),
-        (_Part("ssm", heads, key_dim),),
+        (StatePart("ssm", heads, key_dim),),
     )
 
 
@@ -227,29 +199,29 @@ def _mamba2(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Parts,
         total = int(module.norm.n_groups)
     return (
         (
-            _Part("conv.x", heads, head_dim),
-            _Part("conv.b", groups, state, total),
-            _Part("conv.c", groups, state, total),
+            StatePart("conv.x", heads, head_dim),
+            StatePart("conv.b", groups, state, total),
+            StatePart("conv.c", groups, state, total),
         ),
-        (_Part("ssm", heads, state),),
+        (StatePart("ssm", heads, state),),
     )
 
 
 def _mamba1(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Parts, ...]:
     """Mamba1 (Jamba): a convolution, and a row of state for each of its channels."""
     channels, state = shapes[1]
-    return (_Part("conv.x", channels, 1),), (_Part("ssm", channels, state),)
+    return (StatePart("conv.x", channels, 1),), (StatePart("ssm", channels, state),)
 
 
 def _short_conv(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Parts, ...]:
     """Short convolutions (LFM2)."""
-    return ((_Part("conv.x", _channels(shapes[0]), 1),),)
+    return ((StatePart("conv.x", _channels(shapes[0]), 1),),)
 
 
 def _linear(name: str, shapes: _Shapes, module: Any, ranks: int) -> tuple[Parts, ...]:
     """Linear attention (Ring, MiniMax-Text): a matrix of each head."""
     heads, _, dim = shapes[0]
-    return ((_Part("ssm", heads, dim),),)
+    return ((StatePart("ssm", heads, dim),),)
 
 
 _KINDS: Mapping[str, _Kind] = {

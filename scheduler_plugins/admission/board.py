@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from scheduler_plugins.admission.liveness import (
     hold,
@@ -55,11 +55,6 @@ class Board:
         self._folder = folder or default_folder()
         self._path: Path | None = None
         atexit.register(self.close)
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> Self:
-        """The board of the first engine core of an API server; see `boards_of` for all."""
-        return cls(vllm_config.instance_id, vllm_config.parallel_config.data_parallel_index)
 
     def read(self) -> LoadReport | None:
         """The engine's load; None if the engine has not posted, its process is gone, or the post is stale."""

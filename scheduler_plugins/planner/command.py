@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.command_line import option, run, single
+from pd_connector.tools.command_line import option, single
 from scheduler_plugins.order.registry import create as create_order
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.planner import files, inventory
@@ -113,7 +114,7 @@ def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
 
 def _served(model: str) -> str:
     """What engines are told to serve: the model's folder, if its weights are there; empty: not known."""
-    folder = Path(model) if Path(model).is_dir() else Path(model).parent
+    folder = Path(model) if os.path.isdir(model) else Path(model).parent
     return str(folder.absolute()) if model and any(folder.glob("*.safetensors")) else ""
 
 
@@ -223,8 +224,3 @@ def _table(made: Plan) -> Table:
 
 
 app = single(plan, _parameters())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
-    return run(app, "pd-router plan", arguments)

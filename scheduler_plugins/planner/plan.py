@@ -14,7 +14,7 @@ from scheduler_plugins.planner.errors import PlanError
 from scheduler_plugins.planner.front import front
 from scheduler_plugins.planner.goodput import LASTS, Judge, Late, Promise, Window, windows_of
 from scheduler_plugins.planner.inventory import Inventory
-from scheduler_plugins.planner.mix import Mix, name_of, placed
+from scheduler_plugins.planner.mix import Mix, gpus_of, name_of, placed
 from scheduler_plugins.planner.papers import distserve, hexgen2, splitwise
 from scheduler_plugins.planner.search import Candidate, search
 from scheduler_plugins.sim.fleet import Fleet
@@ -198,7 +198,7 @@ def _row(name: str, candidate: Candidate, judge: Judge, inventory: Inventory) ->
     return Row(
         search=name,
         candidate=candidate,
-        gpus=sum(profile.gpus * n for profile, n in kinds),
+        gpus=gpus_of(candidate.mix, inventory),
         price_per_h=sum(profile.price_per_h * n for profile, n in kinds),
         watts=sum(profile.watts * n for profile, n in kinds),
         windows=windows,

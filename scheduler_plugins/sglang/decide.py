@@ -8,7 +8,6 @@ back before the next step.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,8 +21,6 @@ from scheduler_plugins.queue.waiting import LOOKS_PER_PEEK, WaitingQueue
 from scheduler_plugins.sglang.prefixes import Grain, PrefixView
 from scheduler_plugins.sglang.ranks import Decision
 from scheduler_plugins.sglang.requests import describe
-
-logger = logging.getLogger("scheduler_plugins.sglang")
 
 _MOST_ENDED = 4096
 """The most remembered requests that neither wait nor have stored their prompt."""

@@ -93,12 +93,6 @@ class LruBlocks:
                 blocks[block] = now_s
         self._computing = []
 
-    def clear(self) -> None:
-        """Drop everything because the engine died. Others know at once."""
-        self._blocks.clear()
-        self._evicted.clear()
-        self.on_removed()
-
     def _evict(self, block: BlockHash, since_s: float, now_s: float) -> None:
         """Note that a block computed at `since_s` is gone at `now_s`."""
         self._evicted[block] = (since_s, now_s)

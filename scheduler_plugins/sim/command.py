@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.tools.command_line import option, run, single
+from pd_connector.tools.command_line import option, single
 from pd_connector.tools.output import write_problem
 from scheduler_plugins.cost.profile import load
 from scheduler_plugins.order.request import Waiting
@@ -376,8 +376,3 @@ def _busy(summary: Summary, letter: str) -> str:
 
 
 app = single(play, _parameters())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status."""
-    return run(app, "pd-router simulate", arguments)

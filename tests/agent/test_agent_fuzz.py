@@ -27,6 +27,7 @@ from support.agents import (
     ranks,
     until,
 )
+from support.leftovers import resident_bytes
 
 from pd_connector.agent.producing.producer_side import MOST_LINES
 from pd_connector.errors import Cause
@@ -290,11 +291,6 @@ def assert_serves_on_once(ranks: Ranks, producer: Rank) -> None:
     assert_serves_on(ranks, producer, "tcp")
     producer.look()
     producer.ended.clear()
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 DIALLED = msgspec.msgpack.encode(("127.0.0.1", 9, bytes(16), bytes(32), 1, 1 << 20, True))

@@ -3,7 +3,6 @@
 has to wait for a timeout."""
 
 import itertools
-import os
 import socket
 import statistics
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.agents import KEY, LONG, Rank, Ranks, assert_pages, ranks, until  # noqa: F401
+from support.leftovers import resident_bytes
 from support.relay import Relay
 from support.vanishing import forget
 
@@ -343,11 +343,6 @@ def test_an_agent_that_is_busy_is_not_dialled_again(
     assert_pages(producer, MANY, consumer, MANY)
     assert consumer.count("lost_sessions", cause=Cause.SESSION_LOST) == 0
     assert producer.gauge("consumer_sessions") == 1
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_link_that_cannot_be_written_to_any_more_is_made_anew(ranks: Ranks):  # noqa: F811

@@ -17,13 +17,15 @@ from typer.testing import CliRunner
 from pd_bench import harness
 from pd_bench.gpu import bench as gpu_module
 from pd_bench.gpu.bench import CODECS, GpuBench, GpuPair
-from pd_bench.gpu.cache import PAGE_TOKENS, GpuCache
+from pd_bench.gpu.cache import GpuCache
 from pd_bench.kernels.caches import LLAMA_8B, MODELS, Model
 from pd_bench.machine import cpu_seconds
 from pd_bench.report import BenchError, Comparison, missed
+from pd_bench.wire.movers import descriptors
 from pd_bench.wire.pair import WireRun
 from pd_connector.tools.cli import bench as command
 from pd_connector.tools.launch import proc
+from pd_connector.tools.wire import PAGE_TOKENS
 
 TINY = Model("tiny", 3, 2, 32, 16)
 LATENT = Model("tiny latent", 2, 1, 48, 0)
@@ -74,7 +76,7 @@ def test_the_geometries_are_those_that_are_asked_for():
 def test_a_descriptor_is_one_page_of_one_layer_on_its_device():
     cache = GpuCache("consumer", TINY, 40, CPU)
     page = TINY.heads * PAGE_TOKENS * (32 + 16) * 2
-    found = cache.descriptors([1000, 500_000], device=1)
+    found = descriptors([1000, 500_000], cache.page_count, cache.page_bytes, device=1)
     assert found[:, 0].tolist() == [base + n * page for base in (1000, 500_000) for n in range(3)]
     assert {tuple(row) for row in found[:, 1:].tolist()} == {(page, 1)}
     tables = GpuCache("consumer", TINY, 200, CPU).tables
@@ -152,8 +154,6 @@ def test_a_chunk_that_is_damaged_on_its_way_is_no_figure(tmp_path, monkeypatch):
 
 class FakePair:
     """Takes as many milliseconds as it is told to, by codec; `pages` for the baseline."""
-
-    pids = ()
 
     def __init__(self, times: dict[str, float]) -> None:
         self.times = times

@@ -45,7 +45,6 @@ class FakePair:
     def __init__(self, name: str, log: list[str], cores: float = 0.0, fetches: bool = True) -> None:
         self.contender = {"base": BASELINE, **LOCAL}.get(name) or Contender(name, name)
         self.engines = (SimpleNamespace(client=FakeTokenizer()), None)
-        self.pids: list[int] = []
         self.prompts: list[list[int]] = []
         self.salts: list[str] = []
         self.frozen = False

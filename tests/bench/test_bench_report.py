@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -143,9 +144,26 @@ def test_cpu_time_of_a_process_grows_while_it_works_and_an_ended_one_has_none():
     assert cpu_seconds([process.pid]) == 0
 
 
-def test_noise_is_what_the_machine_did_beyond_the_watched_processes(monkeypatch):
+def test_noise_is_what_the_machine_did_beyond_this_process_and_its_descendants(monkeypatch):
     clock, machine_s, own_s = iter((100.0, 104.0)), iter((50.0, 57.0)), iter((20.0, 23.0))
     monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(machine, "_busy_s", lambda: next(machine_s))
-    monkeypatch.setattr(machine, "cpu_seconds", lambda pids: next(own_s))
-    assert Noise([1, 2]).cores() == 1.0
+    monkeypatch.setattr(machine, "_own_s", lambda: next(own_s))
+    assert Noise().cores() == 1.0
+
+
+def test_own_time_counts_children_also_when_they_have_ended():
+    """Control: `cpu_seconds` does not count them."""
+    spins = "import time\nends = time.process_time() + 0.4\nwhile time.process_time() < ends: pass"
+    before = machine._own_s()
+    alone = cpu_seconds([os.getpid()])
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {spins!r}])",
+        ],
+        check=True,
+    )
+    assert machine._own_s() - before >= 0.3
+    assert cpu_seconds([os.getpid()]) - alone < 0.3

@@ -169,7 +169,7 @@ def test_the_pool_has_room_for_all_that_is_sent_or_the_bench_says_what_would_fit
 class _Stack:
     """A stack whose engines answer something else once they have been killed."""
 
-    services, engines, pids = (), (), ()
+    services, engines = (), ()
 
     def __init__(self, name, client, after):
         self.name, self._after = name, after

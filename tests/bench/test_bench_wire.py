@@ -48,7 +48,7 @@ def test_the_caches_hold_what_the_benchmark_says_it_moves():
 
 
 def test_a_descriptor_is_one_page_of_one_layer():
-    found = descriptors([1000, 5_000_000], TOKENS // PAGE_TOKENS)
+    found = descriptors([1000, 5_000_000], TOKENS // PAGE_TOKENS, PAGE_BYTES, 0)
     assert found[:, 0].tolist() == [
         base + page * PAGE_BYTES for base in (1000, 5_000_000) for page in range(4)
     ]
@@ -114,8 +114,6 @@ def test_over_a_link_nothing_is_faster_than_the_link():
 
 class FakePair:
     """Moves at rates that are given, in GB/s by the name of a setting, without moving anything."""
-
-    pids = ()
 
     def __init__(self, rates: dict[str, float]) -> None:
         self.rates = rates

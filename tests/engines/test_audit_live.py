@@ -19,6 +19,8 @@ from test_unlike import PIPELINE_PARALLEL
 from tiny_models import build
 from tools import TOLERANCE, delta, probe, probe_all
 
+from pd_connector.tools.launch.start_log import tail
+
 SETUP = Setup.of(
     vllm=NEW,
     audit="first",
@@ -140,7 +142,7 @@ def test_what_is_wrong_is_found_and_never_answers(pair: Pair, reference, kind: s
             break
     else:
         raise AssertionError("nothing was found")
-    log = pair.d.log_tail(400)
+    log = "\n".join(tail(pair.d.log_path, 400))
     assert "is wrong: layer" in log
     if kind == "a damaged page":
         assert "page 4, K" in log
@@ -220,7 +222,7 @@ def test_a_stage_that_computes_wrongly_is_found_from_either_side(
         start_anew(way)
         probe_all(way.p, "sabotage", "rotation")  # where it has two stages, of the first
         audited(way, reference, "audit")
-        assert re.search(r"is wrong: layer [01],", way.d.log_tail(400))
+        assert re.search(r"is wrong: layer [01],", "\n".join(tail(way.d.log_path, 400)))
         assert used(way, reference) == 0
         probe_all(way.p, "sabotage", "none")
     pair.assert_idle()

@@ -10,11 +10,12 @@ import pytest
 from harness import (
     wait_until,
 )
+from support.leftovers import survivors
 from support.wheels import build, copy_source, installed
 
 from pd_connector.tools.launch import Family
 
-COMMAND = [sys.executable, "-m", "pd_connector.tools.cli", "demo"]
+COMMAND = [sys.executable, "-m", "pd_connector", "demo"]
 
 
 @pytest.fixture
@@ -48,18 +49,18 @@ def test_two_engines_and_a_router_of_a_wheel_answer_as_one_engine(wheel_s_demo):
     words = " ".join(said.split())
     assert exact == 5 or (exact == 4 and "within" in words and "One engine differs" in words), said
     assert "two GPU hosts" in said.splitlines()[-1], said
-    assert family.survivors() == []
+    assert survivors(family) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_when_it_is_ended_while_engines_start(demo, number):
     family, log = demo
     # Its reaper, two engines and a router.
-    wait_until(lambda: len(family.survivors()) >= 4, log.read_text)
+    wait_until(lambda: len(survivors(family)) >= 4, log.read_text)
     # As a terminal does it for Ctrl-C: to the whole foreground group.
     os.killpg(family.pid, number)
     wait_until(lambda: family.returncode is not None, log.read_text)
-    wait_until(lambda: not family.survivors(), lambda: f"no survivors: {family.members()}")
+    wait_until(lambda: not survivors(family), lambda: f"no survivors: {family.members()}")
     if number != signal.SIGKILL:
         assert family.returncode == 130
         assert "interrupted" in log.read_text()

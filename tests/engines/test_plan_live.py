@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from harness import answer_of, assert_same_logprobs, fresh_salt, wait_until
 from recipes import MODEL
+from support.leftovers import survivors
 from support.namespaces import skip_without_namespaces
 from support.printed import OF_TESTS
 
@@ -115,7 +116,7 @@ def test_the_files_of_a_plan_start_a_pair_that_answers_as_one_engine(
     with Family(["env", *unset, path, *shell], log=tmp_path / "log") as family:
         wait_until(lambda: family.returncode is not None, said, deadline_s=600)
         assert (tmp_path / "done").exists(), said()
-        wait_until(lambda: not family.survivors(), lambda: f"left: {family.members()}\n{said()}")
+        wait_until(lambda: not survivors(family), lambda: f"left: {family.members()}\n{said()}")
     alone, pair = (
         answer_of(json.loads((tmp_path / name).read_text())) for name in ("alone", "pair")
     )

@@ -7,13 +7,11 @@ tests/kernels, and on a GPU by `python -m pd_bench.kernels transfer`.
 
 import contextlib
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import agents
 from support.agents import LONG, TRANSPORTS, Rank, Ranks, assert_pages, geometry_of, ranks
 from support.caches import LAYOUTS
 from support.caches import Rank as CacheRank
@@ -296,19 +294,6 @@ def test_no_copy_is_under_way_when_a_call_has_ended_well_or_not(
 # Whole transfers.
 
 SIDES = {"both": (True, True), "the producer": (True, False), "the consumer": (False, True)}
-
-
-@pytest.fixture
-def kernels_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Which of the caches made from now on are moved by the operators, in turn."""
-    sides: list[bool] = []
-
-    def make(*what: object) -> PagedCache:
-        return PagedCache(*what, by_kernels=sides.pop(0))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(agents, "PagedCache", make)
-    yield sides
-    assert not sides
 
 
 @pytest.mark.parametrize("who", SIDES)

@@ -20,7 +20,6 @@ from pd_connector import compiler as compiler_module
 from pd_connector.agent.commands import Drop, Hold
 from pd_connector.errors import Cause
 from pd_connector.pages.kernel_pages import WarmUp
-from pd_connector.pages.paged_cache import PagedCache
 from pd_connector.plan.route import Route, routes
 from pd_connector.protocol.wire.peers import Peer
 
@@ -128,19 +127,6 @@ def test_kernels_of_another_codec_are_of_no_use(compiled: dict[str, dict[str, An
 # Between agents.
 
 SIDES = {"the producer": (True, False), "the consumer": (False, True)}
-
-
-@pytest.fixture
-def kernels_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Which of the caches made from now on are moved by the operators, in turn."""
-    sides: list[bool] = []
-
-    def make(*what: Any) -> PagedCache:
-        return PagedCache(*what, by_kernels=sides.pop(0))
-
-    monkeypatch.setattr(agents, "PagedCache", make)
-    yield sides
-    assert not sides
 
 
 @pytest.fixture

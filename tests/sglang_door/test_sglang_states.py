@@ -23,11 +23,12 @@ from sglang_door.test_sglang_cache import DIM, HEADS, NAMED, SLOTS, TOKENS
 from support.agents import until
 
 from pd_connector.errors import Cause, UnsupportedGeometryError
+from pd_connector.pages.layer import StatePart
 from pd_connector.plan.chunks import plan
 from pd_connector.plan.route import routes
 from pd_connector.sglang.cache import describe_cache, own_shard
 from pd_connector.sglang.failure import TransferError
-from pd_connector.sglang.states import Part, Parts, state_parts
+from pd_connector.sglang.states import Parts, state_parts
 
 RECURRENT, FULL = (0, 2), (1, 3)
 PLACES = 8  # slots of the pool of states
@@ -37,9 +38,9 @@ DTYPES = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
 
 def delta_net(ranks: int) -> tuple[Parts, Any]:
     parts = (
-        Part("conv.q", KEYS // ranks, KEY_DIM),
-        Part("conv.k", KEYS // ranks, KEY_DIM),
-        Part("conv.v", VALUES // ranks, VALUE_DIM),
+        StatePart("conv.q", KEYS // ranks, KEY_DIM),
+        StatePart("conv.k", KEYS // ranks, KEY_DIM),
+        StatePart("conv.v", VALUES // ranks, VALUE_DIM),
     )
     shape = Mamba2StateShape.create(
         tp_world_size=ranks,
@@ -54,7 +55,7 @@ def delta_net(ranks: int) -> tuple[Parts, Any]:
 
 
 def kda(ranks: int) -> tuple[Parts, Any]:
-    parts = tuple(Part(f"conv.{name}", VALUES // ranks, VALUE_DIM) for name in "qkv")
+    parts = tuple(StatePart(f"conv.{name}", VALUES // ranks, VALUE_DIM) for name in "qkv")
     shape = KimiLinearStateShape.create(
         tp_world_size=ranks, num_heads=VALUES, head_dim=VALUE_DIM, conv_kernel_size=4
     )

@@ -12,6 +12,8 @@ from typing import Protocol, TypeVar
 
 import pytest
 
+from pd_connector.tools.launch.start_log import tail
+
 LOG_LINES = 40
 
 
@@ -20,8 +22,6 @@ class _Service(Protocol):
 
     name: str
     log_path: Path
-
-    def log_tail(self, lines: int) -> str: ...
 
 
 class _Pool(Protocol):
@@ -71,5 +71,5 @@ def pytest_runtest_makereport(
         for pool in _pools:
             for service in pool.services:
                 title = f"end of the log of {service.name} ({service.log_path})"
-                report.sections.append((title, service.log_tail(LOG_LINES)))
+                report.sections.append((title, "\n".join(tail(service.log_path, LOG_LINES))))
     return report

@@ -563,7 +563,7 @@ class World:
             case messages.Cancel(transfer, cause, readers):
                 actions = producer.cancel(session, transfer, Cause(cause), now, readers)
             case messages.Heartbeat(transfers):
-                producer.heartbeat(session, transfers, now)
+                producer.heartbeat(transfers, now)
         self.produce(line.rank, actions)
 
     def listen(self, link: Link, line: Line | None = None) -> None:

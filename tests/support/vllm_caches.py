@@ -5,12 +5,13 @@ numbered elements, and with real agents. What no CPU engine can compute passes b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
@@ -25,6 +26,7 @@ from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.protocol.wire.peers import Peer
 from pd_connector.vllm.cache import describe_cache
+from pd_connector.vllm.packing import CpuPacking
 from pd_connector.vllm.pages.state_tables import StateTables
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.shards import engine_shards
@@ -34,6 +36,14 @@ MARK = 0xA5
 """Every byte of pages that nobody has written."""
 
 Words = npt.NDArray[Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def pages_as_on_a_gpu() -> Iterator[None]:
+    """No backend of vLLM's for CPUs packs these pages. For a test file that imports it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPacking, "of", classmethod(lambda *_: None))
+        yield
 
 
 class Engine(NamedTuple):

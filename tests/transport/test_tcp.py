@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.clocks import Clock
+from support.leftovers import resident_bytes
 from support.relay import Relay
 from transport_ends import SLOT_BYTES, SLOTS, Arrival, End, drive, meet
 
@@ -165,18 +166,13 @@ def test_what_a_consumer_does_not_take_is_neither_copied_nor_without_bound(
     producer.send(link, b"", b"x" * nbytes, slot=0)
     drive(producer, consumer, until=lambda: bool(producer.written))
     payload = producer.sending.slot(0)
-    before = _resident_bytes()
+    before = resident_bytes()
     for slot in range(2 * SLOTS):
         producer.transport.write(link, b"", payload, slot % SLOTS)
         producer.poll()
     with pytest.raises(TransportError, match="16 writes wait for a consumer with 8 slots"):
         producer.transport.write(link, b"", payload, 0)
-    assert _resident_bytes() - before < nbytes, "2 x 8 chunks wait"
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert resident_bytes() - before < nbytes, "2 x 8 chunks wait"
 
 
 @pytest.mark.parametrize("fault", [Relay.forget, Relay.reset], ids=["forgotten", "reset"])

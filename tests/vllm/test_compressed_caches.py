@@ -21,6 +21,7 @@ from support.vllm_caches import (
     attention,
     hand_over,
     moved,
+    pages_as_on_a_gpu,
     words,
     workers,
 )
@@ -29,17 +30,8 @@ from vllm.v1 import kv_cache_interface as kv
 
 from pd_connector.errors import UnsupportedGeometryError
 from pd_connector.plan.route import routes
-from pd_connector.vllm.packing import CpuPacking
 
-__all__ = ["ranks"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def pages_as_on_a_gpu() -> Any:
-    """No backend of vLLM's for CPUs packs these pages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPacking, "of", classmethod(lambda *_: None))
-        yield
+__all__ = ["pages_as_on_a_gpu", "ranks"]
 
 
 def deepseek_v4(cache_dtype: str = "fp8_ds_mla") -> list[Layer]:

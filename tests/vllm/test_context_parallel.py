@@ -17,7 +17,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.agents import LONG, TRANSPORTS, Ranks, ranks
-from support.vllm_caches import Engine, Layer, attention, hand_over, moved, words, workers
+from support.vllm_caches import (
+    Engine,
+    Layer,
+    attention,
+    hand_over,
+    moved,
+    pages_as_on_a_gpu,
+    words,
+    workers,
+)
 from support.vllm_steps import OFFER, PAGE, SteppedEngine
 from vllm.v1 import kv_cache_interface as kv
 
@@ -27,23 +36,14 @@ from pd_connector.protocol.consuming.incoming import Load
 from pd_connector.protocol.producing.outgoing import Offer
 from pd_connector.vllm.connector import PDConnector
 from pd_connector.vllm.messages import RankAddress
-from pd_connector.vllm.packing import CpuPacking
 from pd_connector.vllm.pages.windows import Windows
 from pd_connector.vllm.shards import engine_shards, own_shard
 
-__all__ = ["ranks"]
+__all__ = ["pages_as_on_a_gpu", "ranks"]
 
 GQA = [attention(f"layers.{n}.attn", 2, 8, 8) for n in range(2)]
 MLA = [attention(f"layers.{n}.attn", 1, 12, 0) for n in range(3)]
 TOKENS = 141
-
-
-@pytest.fixture(autouse=True, scope="module")
-def pages_as_on_a_gpu() -> Any:
-    """No backend of vLLM's for CPUs packs these pages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPacking, "of", classmethod(lambda *_: None))
-        yield
 
 
 ONE = Engine()

@@ -3,7 +3,6 @@
 
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,8 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from kv.test_weights import print_of, save, tensors
+from kv.test_checkpoint_files import link, switch
+from kv.test_weights import print_of, tensors
 from vllm.config.load import LoadConfig
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader import get_model_loader
@@ -22,6 +22,8 @@ from vllm.v1.worker.worker_base import WorkerBase
 from pd_connector.vllm.identity import checkpoint, weight_loads
 from pd_connector.vllm.identity.weight_loads import LOADS
 
+__all__ = ["link"]
+
 
 @pytest.fixture(autouse=True)
 def _watched():
@@ -29,19 +31,6 @@ def _watched():
     weight_loads.watch()
     nn.Sequential(nn.Linear(1, 1))  # a model is built
     LOADS.files.clear()
-
-
-@pytest.fixture
-def link(tmp_path: Path) -> Path:
-    save(tmp_path / "one", tensors())
-    save(tmp_path / "other", {**tensors(), "embed": np.ones((1000, 64), np.float32)})
-    (tmp_path / "current").symlink_to("one")
-    return tmp_path / "current"
-
-
-def switch(link):
-    (link.parent / "next").symlink_to("other")
-    (link.parent / "next").rename(link)
 
 
 class Model(nn.Module):

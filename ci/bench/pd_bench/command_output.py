@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
 from pd_bench import machine
-from pd_bench.report import Comparison, missed, table, write_json
+from pd_bench.report import Comparison, Say, missed, table, write_json
 from pd_connector.errors import PDConnectorError
 
 BAR_MISSED = 1
@@ -21,6 +22,11 @@ INTERRUPTED = 130
 
 QUIET_CORES = 0.1
 """Most cores that other programs may use before the figures are called provisional."""
+
+
+def printing(console: Console) -> Say:
+    """Prints each line on this console, as it is."""
+    return partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

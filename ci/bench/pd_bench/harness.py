@@ -50,15 +50,10 @@ class Processes:
         self._services = services
         self._pids: list[int] = []
 
-    @property
-    def pids(self) -> list[int]:
-        if not self._pids:
-            self._pids = pids_of(self._services())
-        return self._pids
-
     def cpu_seconds(self) -> float:
         """CPU time that they have used."""
-        return cpu_seconds(self.pids)
+        self._pids = self._pids or pids_of(self._services())
+        return cpu_seconds(self._pids)
 
 
 def wait_for(

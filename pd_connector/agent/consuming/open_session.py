@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from pd_connector.control.sockets import Connection
 from pd_connector.errors import Cause
-from pd_connector.kv.model import ModelFacts
 from pd_connector.protocol.consuming.incoming import ProducerSession
 from pd_connector.protocol.wire.peers import Source
 from pd_connector.transport.base import Transport
@@ -31,7 +30,6 @@ class OpenSession:
     deadline: float  # for `Welcome`, then for the answer to a heartbeat
     last_wanted: float  # when a transfer last needed this producer
     path: ReceivePath | None = None  # since `Welcome`
-    facts: ModelFacts | None = None  # of the producer, as it has reported them so far
     patience_s: float = math.inf  # the producer keeps leases this long without a heartbeat
     # The result of the handshake, from `Welcome` until kernels for its routes are compiled.
     agreed: ProducerSession | None = None

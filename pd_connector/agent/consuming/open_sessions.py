@@ -230,7 +230,7 @@ class OpenSessions:
             self._used[session.source] = session
         return messages_
 
-    def heard(self, session: OpenSession, now: float) -> None:
+    def heard(self, session: OpenSession) -> None:
         """Note a message of the producer: it moves the session's deadline, except before `Welcome`."""
         self._unheard.pop(session.source, None)
         if session.path is not None:

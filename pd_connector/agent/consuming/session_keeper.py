@@ -84,7 +84,7 @@ class SessionKeeper:
                 # With many sessions nearly all messages are these, of engines that live.
                 age_s = message.engine_age_ms / 1000
                 if age_s <= self._config.engine_timeout_s:
-                    self._sessions.heard(session, now)
+                    self._sessions.heard(session)
                     continue
                 self._act(self._consumer.pulse(session.source, age_s, now), now)
             else:
@@ -93,7 +93,7 @@ class SessionKeeper:
                 self._dispatch(session, message, now)
             if not self._sessions.holds(session):
                 return
-            self._sessions.heard(session, now)
+            self._sessions.heard(session)
         if session.has_event and (lost := self._sessions.lost(session)):
             self.end_session(session, *lost, now)
 

@@ -297,7 +297,7 @@ class ProducerSide:
                 self._act(self._producer.cancel(sender, transfer, cause, now, readers))
             case messages.Heartbeat():
                 self._sessions.expect_heartbeat(self._sessions[sender], message.next_ms)
-                self._producer.heartbeat(sender, message.transfers, now)
+                self._producer.heartbeat(message.transfers, now)
                 age_ms = int(1000 * self._steps.age_s())
                 self._say(sender, messages.Pulse(self._identity.epoch, age_ms))
 

@@ -252,7 +252,7 @@ class Producer:
         """A consumer cancels the transfer. It need not have opened it."""
         return self._openings.cancel(session, transfer, cause, now, readers)
 
-    def heartbeat(self, session: SessionId, transfers: Sequence[str], now: float) -> None:
+    def heartbeat(self, transfers: Sequence[str], now: float) -> None:
         """A consumer still needs these transfers, opened or not: extend their leases."""
         for transfer in transfers:
             outgoing = self._transfers.get(transfer)

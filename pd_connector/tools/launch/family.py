@@ -105,10 +105,6 @@ class Family:
         self._seen = {pid: processes[pid] for pid in pids}
         return [p for p in self._seen.values() if p.alive]
 
-    def survivors(self) -> list[int]:
-        """Pids of living members other than the started process."""
-        return sorted(p.pid for p in self.members() if p.pid != self.pid)
-
     def signal(self, number: int) -> None:
         """Send a signal to every member."""
         members = self.members()

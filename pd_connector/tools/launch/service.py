@@ -154,10 +154,6 @@ class Service(ABC):
         """All samples of its `/metrics`."""
         return self.client.metrics()
 
-    def log_tail(self, lines: int = LOG_LINES) -> str:
-        """The end of its log."""
-        return "\n".join(start_log.tail(self.log_path, lines))
-
     def stop(self, polite_s: float = POLITE_S) -> None:
         """End it and its whole family, with SIGTERM first. Does nothing if it is not started."""
         if self.family is not None:

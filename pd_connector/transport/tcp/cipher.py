@@ -31,8 +31,8 @@ _AES_FLAGS = (" aes ", " pclmulqdq "), (" aes ", " pmull ")
 """Names in /proc/cpuinfo, on x86 and on ARM, of AES and of GCM's carry-less multiplication."""
 
 
-class AeadSealer:
-    """A `Sealer`: encrypts. Only AES-GCM can be given a body in parts."""
+class _OneWay:
+    """The cipher of one direction, and the nonces of its records. Only AES-GCM can be given a body in parts."""
 
     in_clear = False
 
@@ -41,6 +41,14 @@ class AeadSealer:
         self._aead = _aead(key, aes)
         self._key = algorithms.AES(key)
         self._records = 0
+
+    def _next(self) -> bytes:
+        self._records += 1  # 2^96 of them fit; a connection does not live that long
+        return self._records.to_bytes(_RECORD_NONCE_BYTES, "little")
+
+
+class AeadSealer(_OneWay):
+    """A `Sealer`: encrypts."""
 
     def seal(self, head: bytes, body: bytes | memoryview, out: memoryview) -> None:
         self._aead.encrypt_into(self._next(), body, head, out)
@@ -58,21 +66,9 @@ class AeadSealer:
         head = prefix(kind, len(body))
         return head + self._aead.encrypt(self._next(), body, head)
 
-    def _next(self) -> bytes:
-        self._records += 1  # 2^96 of them fit; a connection does not live that long
-        return self._records.to_bytes(_RECORD_NONCE_BYTES, "little")
 
-
-class AeadOpener:
+class AeadOpener(_OneWay):
     """An `Opener`: decrypts."""
-
-    in_clear = False
-
-    def __init__(self, key: bytes, aes: bool) -> None:
-        self.in_parts = aes
-        self._aead = _aead(key, aes)
-        self._key = algorithms.AES(key)
-        self._records = 0
 
     def open(self, head: memoryview, sealed: memoryview, out: memoryview) -> None:
         try:
@@ -95,10 +91,6 @@ class AeadOpener:
             context.finalize_with_tag(bytes(sealed[at:]))
         except InvalidTag:
             raise FrameError(NOT_NEXT) from None
-
-    def _next(self) -> bytes:
-        self._records += 1
-        return self._records.to_bytes(_RECORD_NONCE_BYTES, "little")
 
 
 def dial_code(shared: bytes, listener: TcpAddress, dial: DialFrame) -> bytes:

@@ -14,10 +14,11 @@ from pd_connector.config import Config
 from pd_connector.kv.checkpoint_files import CheckpointFiles
 from pd_connector.kv.geometry import DRAFT_LAYERS, Shard
 from pd_connector.kv.model import (
+    MOST_TEXT,
     LayerFacts,
     ModelFacts,
     draft_fingerprint,
-    rotation_fingerprint,
+    layer_facts,
 )
 from pd_connector.kv.model_config import printable, served_config
 from pd_connector.memory.parameters import Loaded, loaded_fingerprint, loaded_full_fingerprint
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_connector.vllm")
 
-_MOST_TEXT = 200
 _ROTARY_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -91,7 +91,7 @@ def model_facts(
         model_id=config.model_id,
         draft=draft if isinstance(draft, bytes) else b"",
         layers=_layer_facts(vllm_config, caches, served),
-        source=printable(str(model.model)[-_MOST_TEXT:]),
+        source=printable(str(model.model)[-MOST_TEXT:]),
         fields=compared.fields,
         reading=files is not None or isinstance(draft, DraftFiles),
     )
@@ -224,16 +224,7 @@ def _layer_facts(
         elif rotation is None:
             rotation = _configured_rotation(vllm_config, served)
         alike.setdefault((label, attention, rotation), []).append(number)
-    return tuple(
-        LayerFacts(
-            layers=tuple(sorted(numbers)),
-            label=label,
-            attention=attention,
-            rotation=rotation_fingerprint(rotation) if rotation else b"",
-            rotated=rotation[:_MOST_TEXT],
-        )
-        for (label, attention, rotation), numbers in alike.items()
-    )
+    return layer_facts(alike)
 
 
 def _attention_text(module: torch.nn.Module) -> str:

@@ -34,11 +34,12 @@ class DaysFile:
         minute = int(wall_s // 60)
         if minute == self._minute:
             return
-        if self._whole and self._minute is not None and minute == self._minute + 1:
+        follows = self._minute is not None and minute == self._minute + 1
+        if self._whole and follows:
             for group in groups:
                 came = history.over(now_s, 60, group).arrivals
                 self._days.add(group, _of_day(wall_s - 60), came)
-        self._whole, self._minute = self._minute is not None, minute
+        self._whole, self._minute = follows, minute
         if wall_s - self._written_s >= WRITE_S:
             self._written_s = wall_s
             self.save()

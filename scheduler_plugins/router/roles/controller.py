@@ -89,11 +89,6 @@ class RoleController:
         self._failures: dict[str, tuple[float, int]] = {}
         self._swings: dict[str, _Swing] = {}
 
-    @property
-    def pinned(self) -> frozenset[str]:
-        """Engines that keep their role until they are released."""
-        return frozenset(self._pinned)
-
     def pin(self, engine: str) -> None:
         """An operator gave this engine its role. It keeps it."""
         self._pinned.add(engine)

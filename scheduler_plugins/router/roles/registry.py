@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pd_connector.errors import ConfigError
 from pd_connector.extensions import load_entry_points, unknown_name
-from scheduler_plugins.router.roles.arrow import Arrow, ArrowPaper
+from scheduler_plugins.router.roles.arrow import Arrow
 from scheduler_plugins.router.roles.base import RolePolicy
 from scheduler_plugins.router.roles.pressure import Pressure
 from scheduler_plugins.router.roles.published import Fixed, Mixed, Ratio, Tetri
@@ -25,7 +25,6 @@ ROLES: dict[str, Callable[[], RolePolicy]] = {
     "pressure": Pressure,
     "ratio": Ratio,
     "arrow": Arrow,
-    "arrow_paper": ArrowPaper,
     "tetri": Tetri,
     "mixed": Mixed,
     "fixed": Fixed,

@@ -33,12 +33,12 @@ class Standing:
         assert found is not None
         found.path = object()  # type: ignore[assignment]
         self.session: OpenSession = found
-        self.sessions.heard(found, NOW)
+        self.sessions.heard(found)
         self.ask(NOW, hurried=True)
         self.answer()
         until(lambda: self.sessions.urgent or self.session in self.sessions.ready())
         self.sessions.received(found)
-        self.sessions.heard(found, NOW)
+        self.sessions.heard(found)
         self.sessions.due(NOW + CONFIG.connect_timeout_s)  # of the handshake
         self.sessions.ready()
 
@@ -101,7 +101,7 @@ def test_where_chunks_are_under_way_it_is_found_at_once(standing: Standing) -> N
 def test_who_has_answered_is_looked_at_no_more(standing: Standing) -> None:
     sessions = standing.sessions
     standing.ask(NOW)
-    sessions.heard(standing.session, NOW)
+    sessions.heard(standing.session)
     assert sessions.answers_due == float("inf")
     assert sessions.due(NOW + CONFIG.session_timeout_s + 1) == []
 

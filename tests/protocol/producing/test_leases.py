@@ -149,7 +149,7 @@ def circular_wait(until: float) -> list[float]:
             if engine.free >= 8:
                 room.append(now)
             else:
-                other.producer.heartbeat(ONE, [wanted], now)
+                other.producer.heartbeat([wanted], now)
         for engine in (one, two):
             engine.take(engine.producer.tick(now))
     return room
@@ -189,7 +189,7 @@ def speak(producer: Producer, *, slot_every_s: float, until: float) -> float:
             producer.credit(ONE, "a", [0])
         if send := producer.next_send():
             producer.written(send.session, send.transfer, True, "")
-        producer.heartbeat(ONE, ["a"], now)
+        producer.heartbeat(["a"], now)
         if freed(producer.tick(now)):
             return now
     return now

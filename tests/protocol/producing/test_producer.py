@@ -146,7 +146,7 @@ def test_what_was_refused_is_kept_for_a_moment_unless_another_consumer_waits(pro
     assert producer.tick(moment_s) == []
     assert refused(producer.open(ONE, opening(tokens="others"), ROUTES, moment_s), Cause.TOKENS)
     producer.cancel(ONE, "t", Cause.TOKENS, moment_s)
-    producer.heartbeat(TWO, ["t"], 1.5 * moment_s)
+    producer.heartbeat(["t"], 1.5 * moment_s)
     assert producer.tick(2 * moment_s) == []
     producer.open(ONE, opening(tokens="others"), ROUTES, 2 * moment_s)
     producer.cancel(ONE, "t", Cause.TOKENS, 2 * moment_s)
@@ -174,7 +174,7 @@ def test_only_who_opened_a_transfer_can_end_it(producer: Producer):
 def test_a_lease_ends_and_a_heartbeat_moves_its_end(producer: Producer):
     producer.offer(OFFER, 0.0)
     assert producer.tick(CONFIG.lease_s - 0.1) == []
-    producer.heartbeat(ONE, ["t", "unknown"], CONFIG.lease_s - 0.1)
+    producer.heartbeat(["t", "unknown"], CONFIG.lease_s - 0.1)
     assert producer.tick(CONFIG.lease_s) == []
     assert producer.tick(2 * CONFIG.lease_s) == [Free("request", Cause.LEASE_EXPIRED)]
 

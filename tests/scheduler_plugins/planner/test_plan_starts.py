@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.leftovers import survivors
 from support.namespaces import skip_without_namespaces
 from support.plan_cases import cpu_stock, written
 
@@ -106,14 +107,12 @@ def test_engines_end_with_their_script(tmp_path: Path, number: int) -> None:
         wait_for(lambda: len(running(family)) == 2)
         os.kill(family.pid, number)
         wait_for(lambda: family.returncode is not None)
-        assert family.survivors() == []
+        assert survivors(family) == []
 
 
 def running(family: Family) -> list[int]:
     """Engines of `family`: processes that are no longer shells."""
-    return [
-        pid for pid in family.survivors() if "sleep" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
+    return [pid for pid in survivors(family) if "sleep" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -7,7 +7,8 @@ Real engines are tested under tests/engines; these only do what a real one canno
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ from pd_connector.tools.launch.ports import Port
 from scheduler_plugins.admission.endpoints import GENERATE
 from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
+from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.loop import AsyncioLoop
 from scheduler_plugins.router.server import RouterServer
 from scheduler_plugins.router.settings.config import RouterConfig
@@ -518,6 +520,27 @@ class Reply:
         assert all(line.startswith("data: ") for line in lines), lines
         data = [line.removeprefix("data: ") for line in lines]
         return [text if text == "[DONE]" else json.loads(text) for text in data]
+
+
+@asynccontextmanager
+async def engines(count: int = 3) -> AsyncIterator[list[FakeEngine]]:
+    """Engines that have started, for routers of the test's own; at the end they die."""
+    fakes = [FakeEngine(f"e{n}", engine_id=f"engine-{n}") for n in range(count)]
+    for fake in fakes:
+        await fake.start()
+    yield fakes
+    for fake in fakes:
+        await fake.die()
+
+
+def pool_of(router: RouterServer) -> EnginePool:
+    pool = router.app[SHARED].pool
+    assert isinstance(pool, EnginePool)
+    return pool
+
+
+def engine_of(router: RouterServer, fake: FakeEngine) -> BackendEngine:
+    return next(engine for engine in pool_of(router).engines if engine.url == fake.url)
 
 
 def run(

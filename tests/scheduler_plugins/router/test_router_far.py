@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from random import Random
 from typing import Any
 
 import pytest
 from aiohttp import web
 from router_fakes import FakeEngine, World, run, until
+from stored_prompts import prompt, sent, stored, stored_known
 
 from pd_connector.pool.keys import chain
 from scheduler_plugins.admission.pool_report import PoolEvent, PoolReport
-from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines import slow_probes
-from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.index.stored import far_store
 
 MODEL = b"m" * 32
@@ -29,10 +26,6 @@ LEAST_DELAY = {"policy": "least_delay"}
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_probes, "STORE_LOOK_S", 0.05)
     monkeypatch.setattr("scheduler_plugins.router.tokens.prompt_tokens.RETRY_S", 0.1)
-
-
-def prompt(seed: int, tokens: int = 1000) -> list[int]:
-    return [Random(seed).randrange(1000) + place for place in range(tokens)]
 
 
 def keys(seed: int) -> list[bytes]:
@@ -83,16 +76,11 @@ class Host:
 
 
 def in_far(world: World, far: str = FAR) -> int:
-    pool = world.app[SHARED].pool
-    assert isinstance(pool, EnginePool)
-    return pool.caches.prefixes.store_chunks(far_store(far))
+    return stored(world, far_store(far))
 
 
 async def known(world: World, chunks: int, far: str = FAR) -> None:
-    await until(lambda: in_far(world, far) == chunks, f"{chunks} chunks are known")
-    tokens = world.app[SHARED].tokens
-    while (await tokens.of({"model": "m", "prompt": [1]})).tokens is None:  # noqa: ASYNC110 - not an event
-        await asyncio.sleep(0.01)
+    await stored_known(world, chunks, far_store(far))
 
 
 async def reached(world: World, *engines: FakeEngine) -> None:
@@ -100,18 +88,6 @@ async def reached(world: World, *engines: FakeEngine) -> None:
         lambda: all((at := world.known(one).store) and at.far for one in engines),
         "engines have told their far store",
     )
-
-
-async def sent(world: World, seed: int) -> str:
-    """Name of the prefill engine that got a prompt."""
-    before = [len(engine.bodies) for engine in world.p]
-    reply = await world.complete(prompt=prompt(seed))
-    assert reply.status == 200, reply.text
-    await world.idle()
-    (name,) = [
-        engine.name for engine, had in zip(world.p, before, strict=True) if len(engine.bodies) > had
-    ]
-    return name
 
 
 def test_what_one_host_has_put_any_engine_that_reaches_the_far_store_may_load() -> None:

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator
-from random import Random
 from typing import Any
 
 import pytest
 from aiohttp import web
 from router_fakes import FakeEngine, World, run, until
+from stored_prompts import prompt, sent, stored, stored_known
 
 from pd_connector.pool.keys import chain
 from scheduler_plugins.admission.pool_report import PoolEvent, PoolReport
-from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines import slow_probes as looks
-from scheduler_plugins.router.engines.pool import EnginePool
 
 MODEL = b"m" * 32
 PROMPTS = 8
@@ -29,10 +26,6 @@ LEAST_DELAY = {"policy": "least_delay"}
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "STORE_LOOK_S", 0.05)
     monkeypatch.setattr("scheduler_plugins.router.tokens.prompt_tokens.RETRY_S", 0.1)
-
-
-def prompt(seed: int, tokens: int = 1000) -> list[int]:
-    return [Random(seed).randrange(1000) + place for place in range(tokens)]
 
 
 def keys(seed: int, salt: str = "", model: bytes = MODEL) -> list[bytes]:
@@ -83,30 +76,8 @@ class Store:
         return web.Response(body=self.report(after).encode())
 
 
-def stored(world: World, store: str = A) -> int:
-    pool = world.app[SHARED].pool
-    assert isinstance(pool, EnginePool)
-    return pool.caches.prefixes.store_chunks(store)
-
-
 async def known(world: World, chunks: int, store: str = A) -> None:
-    """Wait until the router knows the store, and how to read prompts."""
-    await until(lambda: stored(world, store) == chunks, f"{chunks} chunks are known")
-    tokens = world.app[SHARED].tokens
-    while (await tokens.of({"model": "m", "prompt": [1]})).tokens is None:  # noqa: ASYNC110 - not an event
-        await asyncio.sleep(0.01)
-
-
-async def sent(world: World, seed: int, **body: Any) -> str:
-    """Name of the prefill engine that got a prompt."""
-    before = [len(engine.bodies) for engine in world.p]
-    reply = await world.complete(prompt=prompt(seed), **body)
-    assert reply.status == 200, reply.text
-    await world.idle()
-    (name,) = [
-        engine.name for engine, had in zip(world.p, before, strict=True) if len(engine.bodies) > had
-    ]
-    return name
+    await stored_known(world, chunks, store)
 
 
 def test_a_stored_prompt_goes_to_an_engine_of_its_host_although_no_engine_has_it_cached() -> None:
@@ -265,7 +236,7 @@ def test_a_store_is_forgotten_with_its_last_engine() -> None:
             store.has(keys(0))
             await known(world, 7)
             world.p[1].pool = None
-            await until(lambda: not stored(world), "its chunks are forgotten")
+            await until(lambda: not stored(world, A), "its chunks are forgotten")
             assert world.known(world.p[1]).store is None
             await sent(world, 0)
             assert await world.metric("pool_requests_total") == 0

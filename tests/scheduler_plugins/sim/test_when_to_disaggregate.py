@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_plugins.sim.command import main
+from scheduler_plugins.commands import main as pd_router
 
 PAGE = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text()
 SECTION = PAGE.partition("\n## When to disaggregate\n")[2].partition("\n## ")[0]
@@ -29,7 +29,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_time(words: list[str]) -> float:
-    assert main([*words, "--json", "result.json"]) == 0
+    assert pd_router(["simulate", *words, "--json", "result.json"]) == 0
     (found,) = json.loads(Path("result.json").read_text())
     return float(found["attained"] * found["served"] / found["requests"])
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.leftovers import survivors
 
 from pd_connector.tools.launch import proc
 from pd_connector.tools.launch.family import Census, Family, stop_all
@@ -116,7 +117,7 @@ def test_orphans_of_a_killed_parent_are_found_and_ended(start):
     os.kill(root, signal.SIGKILL)
     os.kill(child, signal.SIGKILL)
     until(lambda: family.returncode is not None and not alive(child), "two deaths")
-    assert family.survivors() == [grandchild]
+    assert survivors(family) == [grandchild]
     family.stop()
     assert not alive(grandchild)
 
@@ -124,7 +125,7 @@ def test_orphans_of_a_killed_parent_are_found_and_ended(start):
 def test_orphans_are_found_though_they_were_never_seen_with_their_parents(start):
     family, pids = start(flags="brief")
     until(lambda: family.returncode is not None, "the parents' end")
-    until(lambda: family.survivors() == pids[2:], "one orphan, the grandchild")
+    until(lambda: survivors(family) == pids[2:], "one orphan, the grandchild")
     family.kill()
     assert not any(map(alive, pids))
 
@@ -132,7 +133,7 @@ def test_orphans_are_found_though_they_were_never_seen_with_their_parents(start)
 def test_orphans_in_a_group_of_their_own_are_found(start):
     family, pids = start(flags="brief regrouped")
     until(lambda: family.returncode is not None, "the parents' end")
-    until(lambda: family.survivors() == pids[2:], "one orphan, the grandchild")
+    until(lambda: survivors(family) == pids[2:], "one orphan, the grandchild")
     family.stop()
     assert not any(map(alive, pids))
 
@@ -141,7 +142,7 @@ def test_processes_that_rename_themselves_are_still_recognised(start):
     """setproctitle overwrites the environment that /proc shows, unless it is told not to."""
     pytest.importorskip("setproctitle")
     family, pids = start(flags="brief renamed regrouped")
-    until(lambda: family.survivors() == pids[2:], "one orphan, the grandchild")
+    until(lambda: survivors(family) == pids[2:], "one orphan, the grandchild")
     family.stop()
     assert not any(map(alive, pids))
 
@@ -154,8 +155,8 @@ def test_without_the_marker_an_orphan_in_a_group_of_its_own_is_lost(start, monke
     with monkeypatch.context() as patch:
         patch.setattr(proc, "families", lambda pid: [])
         family._seen.clear()
-        assert family.survivors() == []
-    assert family.survivors() == pids[2:]
+        assert survivors(family) == []
+    assert survivors(family) == pids[2:]
 
 
 def test_kill_leaves_nobody(start):

@@ -31,7 +31,7 @@ def _measured(
 ) -> tuple[Found, str]:
     """What `measure` found, and a note on how busy other programs kept the machine."""
     with exit_codes(Console(stderr=True)):
-        noise = Noise([])
+        noise = Noise()
         return measure(*args, **kwargs), noise_note(noise.cores())
 
 

@@ -15,9 +15,9 @@ from typing import Any
 from pd_bench.harness import NIXL, require
 from pd_bench.kernels.caches import MODELS, Model
 from pd_bench.machine import Noise
-from pd_bench.report import BenchError, Comparison, Param
+from pd_bench.report import BenchError, Comparison, Param, Say
 from pd_bench.sample import Sample
-from pd_bench.wire.measure import Say, WireFindings
+from pd_bench.wire.measure import WireFindings
 from pd_bench.wire.pair import PartyProcess, WirePair, WireRun
 from pd_connector.tools.launch import Family
 
@@ -72,7 +72,7 @@ class GpuBench:
         """
         self._check_possible()
         with GpuPair(self.devices) as pair:
-            noise = Noise(pair.pids)
+            noise = Noise()
             comparisons = [
                 comparison
                 for model in self.models

@@ -14,7 +14,7 @@ import torch
 
 from pd_bench.gpu.cache import GpuCache
 from pd_bench.gpu.endpoint import Endpoint
-from pd_bench.wire.movers import Mover
+from pd_bench.wire.movers import Mover, descriptors, places
 from pd_connector.pages.kernel_pages import KernelPages
 from pd_connector.plan.chunks import Chunk, chunk_limit, plan
 from pd_connector.plan.route import routes
@@ -51,7 +51,8 @@ class PerPage(Mover):
             ("NIXL_INIT_AGENT", self._bases, end.device),
             (end.remote, peer["bases"], peer["device"]),
         ):
-            every = end.nixl.get_xfer_descs(cache.descriptors(bases, device), end.memory)
+            table = descriptors(bases, cache.page_count, cache.page_bytes, device)
+            every = end.nixl.get_xfer_descs(table, end.memory)
             self._lists.append(end.nixl.prep_xfer_dlist(owner, every))
 
     def offer(self, number: int) -> None:
@@ -59,7 +60,7 @@ class PerPage(Mover):
 
     def fetch(self, number: int) -> int:
         end, (here, there) = self._end, self._lists
-        mine, theirs = (self._numbers(side) for side in ("consumer", "producer"))
+        mine, theirs = (places(self._cache, side) for side in ("consumer", "producer"))
         note = f"transfer {number}:1".encode()
         handle = end.nixl.make_prepped_xfer("READ", here, mine, there, theirs, notif_msg=note)
         if end.nixl.transfer(handle) == "ERR":
@@ -73,11 +74,6 @@ class PerPage(Mover):
         for prepared in self._lists:
             self._end.nixl.release_dlist_handle(prepared)
         self._end.close()
-
-    def _numbers(self, side: str) -> list[int]:
-        """Places of the prompt's pages in the prepared list, layer by layer."""
-        count, pages = self._cache.page_count, self._cache.tables[side]
-        return [layer * count + page for layer in range(len(self._bases)) for page in pages]
 
 
 class _Queued(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pd_bench.flow import Run
 from pd_bench.handoff.contender import Contender
 from pd_bench.handoff.receiving import Receiving
-from pd_bench.report import Comparison, Param
+from pd_bench.report import Compared, Comparison, Param
 from pd_bench.sample import Sample
 
 TOKEN_RATE_BAR = 0.95
@@ -44,9 +44,7 @@ class MeasuredPairs:
 class HandoffFindings:
     """The results of all measurements together."""
 
-    tables: list[
-        tuple[str, list[Comparison]]
-    ]  # each with the contender that ours are compared with
+    tables: list[Compared]  # each with the contender that ours are compared with
     series: list[Series]
     restless: int
     others_cores: float

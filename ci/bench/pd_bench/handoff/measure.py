@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pd_bench.flow import Run
 from pd_bench.handoff.findings import MeasuredPairs, Series
 from pd_bench.handoff.pair import Pair, Prompts
 from pd_bench.handoff.receiving import Receiving, measure_receiving
 from pd_bench.machine import Noise
+from pd_bench.report import Say
 
 SPINNING_CORES = 0.2
 """A pair that uses more cores than this at rest polls. A pair that waits uses a hundredth of a core."""
@@ -28,8 +29,6 @@ REST_CORES = 0.15
 """A pair has come to rest when it uses at most this many cores more than its value at rest."""
 REST_TIMEOUT_S = 10.0
 LONG_ANSWER_PROMPT_TOKENS = 64
-
-Say = Callable[[str], None]
 
 
 class TurnMeasurement:
@@ -58,7 +57,7 @@ class TurnMeasurement:
             BenchError: a decode engine computed a prompt itself.
             HttpError: an engine refused a request.
         """
-        noise = Noise([pid for pair in self._pairs for pid in pair.pids])
+        noise = Noise()
         for pair in self._pairs:
             pair.begin()
         rounds = {tokens: self._rounds(tokens) for tokens in prompt_tokens}

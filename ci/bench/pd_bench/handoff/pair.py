@@ -61,11 +61,6 @@ class Pair(ABC):
         self._processes = Processes(lambda: self.engines)
         self._before = Samples()
 
-    @property
-    def pids(self) -> list[int]:
-        """Processes of both engines, as they were when the pair became ready."""
-        return self._processes.pids
-
     def cpu_seconds(self) -> float:
         """CPU time used by both engines."""
         return self._processes.cpu_seconds()

@@ -12,7 +12,7 @@ import random
 import secrets
 import string
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from pd_bench.harness import NIXL, missing_module, wait_for
 from pd_bench.machine import Noise
 from pd_bench.model import write_model
 from pd_bench.netns import Bed, Namespace
-from pd_bench.report import BenchError, Comparison, Param
+from pd_bench.report import BenchError, Comparison, Param, Say
 from pd_bench.sample import Sample
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.trace import TimedRequest
@@ -49,8 +49,6 @@ _LETTERS = string.ascii_lowercase + " "
 _PROMPT_TOKENS = "ray_vllm_prompt_tokens_by_source_total"
 _FAILED = "ray_pd_connector_failed_transfers_total"
 _REPORT_TIMEOUT_S = 30.0
-
-Say = Callable[[str], None]
 
 
 class TimedAnswer(NamedTuple):
@@ -144,7 +142,7 @@ class RayBench:
         self._seed = self._sent_tokens = 0  # the same prompts for all
         # The ingress answers before engines do. A request waits for the engines; then all processes exist.
         self._run(stack, self.prompt_tokens[0])
-        noise = Noise(stack.pids)
+        noise = Noise()
         runs: dict[int, list[TimedAnswer]] = {}
         for tokens in self.prompt_tokens:
             answered = [self._run(stack, tokens) for _ in range(self.warm_ups + self.runs)]

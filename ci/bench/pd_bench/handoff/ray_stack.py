@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pd_bench.harness import pids_of
 from pd_bench.netns import Namespace
 from pd_connector.config import HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.tools.launch import HttpError, Service, stop_services
@@ -171,11 +170,6 @@ class RayStack:
     def services(self) -> tuple[Service, ...]:
         """In the order in which they are started."""
         return self.head, self.prefill, self.serve
-
-    @property
-    def pids(self) -> list[int]:
-        """All processes of the cluster."""
-        return pids_of(self.services)
 
     def __enter__(self) -> Self:
         try:

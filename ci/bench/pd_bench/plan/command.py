@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pd_bench.command_output import exit_codes, report
+from pd_bench.command_output import exit_codes, printing, report
 from pd_bench.plan import links_command, scaling_command, truth_command
 from pd_bench.plan.searches import (
     Searched,
@@ -28,6 +28,8 @@ from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.planner.plan import SEARCHES
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.trace import TraceError
+
+_say = printing(Console(stderr=True))
 
 OF_EXHAUSTIVE, ON_OTHER_HALF, MOST_SIMULATED, MOST_FRONT_S = 0.97, 0.95, 300_000.0, 5.0
 PAPERS = tuple(name for name in SEARCHES if name not in ("planner", "colocated"))
@@ -160,7 +162,3 @@ def _workloads(paths: Sequence[Path]) -> Iterator[tuple[str, Sequence[Waiting]]]
     yield from traces.items()
     if len(traces) > 1:
         yield "mix", mixed(list(traces.values()))
-
-
-def _say(text: str) -> None:
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)

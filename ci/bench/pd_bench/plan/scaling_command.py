@@ -6,7 +6,7 @@ from __future__ import annotations
 import typer
 from rich.console import Console
 
-from pd_bench.command_output import exit_codes, report
+from pd_bench.command_output import exit_codes, printing, report
 from pd_bench.plan import scaling
 from pd_bench.plan.scaling import Played, drawn, scaled
 from pd_bench.plan.scaling_rules import Dynamo, Oracle
@@ -14,6 +14,8 @@ from pd_bench.report import Comparison
 from pd_bench.sample import Sample
 from pd_connector.tools.output import Json
 from scheduler_plugins.router.roles.registry import create
+
+_say = printing(Console(stderr=True))
 
 POINTS, OF_HOURS, MOST_CHANGES, MINIMA_S = 0.01, 0.85, 2.0, 600.0
 STEADY = (1.7, 2.5, 3.3)
@@ -84,10 +86,6 @@ def _said(name: str, run: Played) -> None:
     _say(
         f"{name}: {run.kept:.4f} in time, {run.engine_h:.1f} engine hours, {len(run.scaled)} changes, {run.cut} cut"
     )
-
-
-def _say(text: str) -> None:
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def add(app: typer.Typer) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pd_bench.command_output import exit_codes, report
+from pd_bench.command_output import exit_codes, printing, report
 from pd_bench.model import write_model
 from pd_bench.plan import truth, truth_engines
 from pd_bench.report import Comparison
@@ -66,10 +66,7 @@ def command(
 
 def _of_engines(requests: int, logs: Path, console: Console) -> list[Comparison]:
     """Real engines: whether fleets that the plan sees apart have the same order live."""
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, markup=False, highlight=False)
-
+    say = printing(console)
     with tempfile.TemporaryDirectory(prefix="pd-connector-model-") as folder:
         model, window = write_model(Path(folder)), truth_engines.window_of(requests)
         inventory = truth_engines.stock(truth_engines.profiled(model, logs, say))

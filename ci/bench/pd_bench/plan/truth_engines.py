@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from pd_bench.model import KV_BYTES_PER_TOKEN, LAYERS, MADE_UP_WEIGHTS
 from pd_bench.plan.truth import ConfiguredRouter, requests
-from pd_bench.report import BenchError
-from pd_bench.router.rotations import Say
+from pd_bench.report import BenchError, Say
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.trace import TimedRequest
 from pd_connector.tools.launch import RouterProcess, Service, stop_services, wait_all

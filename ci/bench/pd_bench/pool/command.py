@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from pd_bench.command_output import exit_codes, noise_note, report
+from pd_bench.command_output import exit_codes, noise_note, printing, report
 from pd_bench.machine import Noise
 from pd_bench.pool import cross as both_kinds
 from pd_bench.pool import disk as disk_reads
@@ -22,7 +23,7 @@ from pd_bench.pool.engines import need_vllm, running
 from pd_bench.pool.folders import own_folder
 from pd_bench.pool.measure import PROMPT_TOKENS, EngineMeasurement
 from pd_bench.pool.raw import RawBench
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared
 from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.output import Json
 
@@ -102,15 +103,13 @@ def pool(
     """
     stderr = Console(stderr=True)
 
-    def say(line: str) -> None:
-        stderr.print(line, markup=False, highlight=False, soft_wrap=True)
-
+    say = printing(stderr)
     everything = not (
         raw or lookup or engines or trace or disk or slow or stores or far or sglang or cross
     )
-    tables: list[tuple[str, list[Comparison]]] = []
+    tables: list[Compared] = []
     notes: list[str] = []
-    others_cores = 0.0
+    noise = Noise()
     with exit_codes(stderr), terminate_as_interrupt():
         if engines or slow or everything:
             need_vllm()  # before minutes are spent on the other parts
@@ -118,54 +117,27 @@ def pool(
             objects_found = RawBench(peer_env, objects, runs, warm_ups).measure(say)
             tables += objects_found.tables
             notes += objects_found.notes
-            others_cores = objects_found.others_cores
         if lookup or everything:
-            noise = Noise([])
             tables.append(("limit", lookups.measure(chunks, runs, warm_ups, say)))
-            others_cores = max(others_cores, noise.cores())
         if trace and not far:
-            noise = Noise([])
             tables.append(("exact LRU", hit_rates.measure(trace, say)))
-            others_cores = max(others_cores, noise.cores())
         if disk:
-            noise = Noise([])
             with own_folder(disk) as folder:
                 rates = disk_reads.measure(folder, objects, runs, warm_ups, say)
             tables.append(("raw reads", rates))
-            others_cores = max(others_cores, noise.cores())
         if far:
-            noise = Noise([])
-            rows_far = far_store.chosen(far, far_engines.ROWS)
-            played = [name for name in rows_far if name in far_store.HITS]
-            with_engines = [name for name in rows_far if name in far_engines.ROWS]
-            if played and trace is None:
-                raise BenchError(f"--far {played[0]}: needs --trace FILE, Mooncake's JSON lines")
-            for name in with_engines:  # before one takes minutes
-                far_engines.check_possible(name)
-            if own := [name for name in rows_far if name in far_store.ROWS]:
-                tables += far_store.measure(own, objects, runs, warm_ups, say)
-            if trace is not None:
-                tables += [far_hits.measure(name, trace, say) for name in played]
-            for name in with_engines:
-                tables += far_engines.measure(name, prompt_tokens, runs, warm_ups, stderr, say)
-            others_cores = max(others_cores, noise.cores())
+            tables += _across_hosts(far, trace, objects, prompt_tokens, runs, warm_ups, stderr, say)
         if slow:
             with slow_stores.running(stderr) as with_faults:
-                noise = Noise(with_faults.pids)
                 tables.append(("no pool", with_faults.measure(prompt_tokens, say)))
-                others_cores = max(others_cores, noise.cores())
         if stores:
             with rivals.running(stores, stderr) as beside:
-                noise = Noise(beside.pids)
                 tables += beside.measure(prompt_tokens, runs, warm_ups, say)
-                others_cores = max(others_cores, noise.cores())
         if sglang:
             rows = row or list(sglang_engines.Row)
-            with sglang_engines.running(rows, stderr) as started_sglang:
-                noise = Noise(started_sglang.pids)
-                tables += sglang_engines.measure(started_sglang, rows, runs, warm_ups, say)
-                notes.append(sglang_engines.NOT_COMPARED)
-                others_cores = max(others_cores, noise.cores())
+            with sglang_engines.running(rows, stderr) as of_sglang:
+                tables += sglang_engines.measure(of_sglang, rows, runs, warm_ups, say)
+            notes.append(sglang_engines.NOT_COMPARED)
         if cross:
             with both_kinds.running(stderr) as host:
                 right, answered = both_kinds.measure(host, cross, requests, say)
@@ -173,10 +145,36 @@ def pool(
                 notes += answered
         if engines or everything:
             with running(stderr) as started:
-                noise = Noise(started.pids)
                 measurement = EngineMeasurement(started, prompt_tokens, runs, warm_ups, say)
                 measured = measurement.measure()
-                others_cores = max(others_cores, noise.cores())
             tables += measured.tables
             notes += measured.notes
-    report(tables, [*notes, noise_note(others_cores)], json)
+    report(tables, [*notes, noise_note(noise.cores())], json)
+
+
+def _across_hosts(
+    far: str,
+    trace: Path | None,
+    objects: int,
+    prompt_tokens: int,
+    runs: int,
+    warm_ups: int,
+    console: Console,
+    say: Callable[[str], None],
+) -> list[Compared]:
+    """The rows of `--far`. All that they need is looked for before one takes minutes."""
+    rows = far_store.chosen(far, far_engines.ROWS)
+    played = [name for name in rows if name in far_store.HITS]
+    with_engines = [name for name in rows if name in far_engines.ROWS]
+    if played and trace is None:
+        raise BenchError(f"--far {played[0]}: needs --trace FILE, Mooncake's JSON lines")
+    for name in with_engines:
+        far_engines.check_possible(name)
+    tables: list[Compared] = []
+    if own := [name for name in rows if name in far_store.ROWS]:
+        tables += far_store.measure(own, objects, runs, warm_ups, say)
+    if trace is not None:
+        tables += [far_hits.measure(name, trace, say) for name in played]
+    for name in with_engines:
+        tables += far_engines.measure(name, prompt_tokens, runs, warm_ups, console, say)
+    return tables

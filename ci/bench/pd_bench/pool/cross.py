@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from pd_bench.pool.engines import need_vllm, until
 from pd_bench.pool.folders import own_folder
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.sample import single
 from pd_bench.serve.trace import TimedRequest, read, timed
 from pd_connector.pool.settings import SHM_VARIABLE
@@ -43,8 +43,6 @@ _STARTS_S = 300.0
 _PATIENCE_S = 300.0
 _PATH = "/v1/completions"
 _IN_USE = "pool: in use"
-
-Say = Callable[[str], None]
 
 
 class CrossHost:

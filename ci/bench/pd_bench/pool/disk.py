@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from pd_bench.pool.folders import own_folder
 from pd_bench.pool.raw_party import OBJECT_BYTES
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.sample import Sample
 from pd_connector.pool.record import SUM_BYTES, layer_sum
 from pd_connector.pool.store.base import Refusal
@@ -31,7 +31,6 @@ LEAST_OBJECTS = 128
 _LITTLE = 1 << 20
 """A memory tier that takes none of these chunks."""
 
-Say = Callable[[str], None]
 What = TypeVar("What")
 
 

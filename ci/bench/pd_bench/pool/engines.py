@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
-from pd_bench.harness import pids_of, require
+from pd_bench.harness import require
 from pd_bench.model import write_model, write_weights
 from pd_bench.pool.folders import own_folder
 from pd_bench.report import BenchError
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.launch import Client, VllmEngine, stop_services, wait_all
+from pd_connector.tools.launch import Client, Service, VllmEngine, stop_services, wait_all
 from pd_connector.tools.launch.engine import PAGE_TOKENS
 from pd_connector.tools.launch.service import log_folder
 
@@ -33,19 +33,55 @@ _SAVES_S = 20.0
 _PATH = "/v1/completions"
 
 
-class PoolEngines:
+class PooledEngines:
+    """Engines that share a pool, and the pool.
+
+    Args:
+        shm: folder of the pool.
+
+    Attributes:
+        all: those that are started.
+        plain: has no pool.
+    """
+
+    all: Sequence[Service]
+    plain: Service
+    starts_s = _STARTS_S
+
+    def __init__(self, shm: Path) -> None:
+        self._memory = memory_folder({SHM_VARIABLE: str(shm)})
+        self._store: LocalStore | None = None
+
+    def wait(self, console: Console) -> None:
+        """Wait until they answer, and use the pool: each reads all bytes of its weights first."""
+        wait_all(self.all, console=console)
+        wait_for_pool((engine for engine in self.all if engine is not self.plain), self.starts_s)
+        self._store = LocalStore(Space(self._memory, 0), visits=True)
+
+    def chunks(self) -> int:
+        """Chunks in the pool."""
+        assert self._store is not None
+        return self._store.status().tiers[0].chunks
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
+class PoolEngines(PooledEngines):
     """The engines, ready, and the pool that they share. Made by `running`.
 
     Attributes:
         writer: saves what it computes.
         alike: reads, with pages like the writer's.
         unlike: reads, with pages twice as large.
-        plain: has no pool; its pages are like the writer's.
+        plain: its pages are like the writer's.
     """
 
+    plain: VllmEngine
+
     def __init__(self, model: Path, shm: Path, logs: Path) -> None:
-        self._store: LocalStore | None = None
-        self._memory = memory_folder({SHM_VARIABLE: str(shm)})
+        super().__init__(shm)
 
         def engine(name: str, page: int, pool: Mapping[str, Any] | None) -> VllmEngine:
             # An audit would take the first prompt of a run out of the measurement.
@@ -70,20 +106,8 @@ class PoolEngines:
         self.model = ""
 
     def wait(self, console: Console) -> None:
-        """Wait until they answer, and use the pool: each reads all bytes of its weights first."""
-        wait_all(self.all, console=console)
+        super().wait(console)
         self.model = self.writer.client.model()
-        wait_for_pool((engine for engine in self.all if engine is not self.plain), _STARTS_S)
-        self._store = LocalStore(Space(self._memory, 0), visits=True)
-
-    @property
-    def pids(self) -> list[int]:
-        return pids_of(self.all)
-
-    def chunks(self) -> int:
-        """Chunks in the pool."""
-        assert self._store is not None
-        return self._store.status().tiers[0].chunks
 
     def saved(self, before: int, chunks: int) -> int:
         """Wait until `chunks` chunks more are in the pool, or no more come; returns how many did."""
@@ -102,10 +126,6 @@ class PoolEngines:
         fields = {"model": self.model, "prompt": prompt, "temperature": 0, "ignore_eos": True}
         return fields | more
 
-    def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
-
 
 @contextlib.contextmanager
 def running(console: Console) -> Iterator[PoolEngines]:
@@ -123,7 +143,7 @@ class Engines(Protocol):
     """Engines that share a pool."""
 
     @property
-    def all(self) -> Sequence[VllmEngine]: ...
+    def all(self) -> Sequence[Service]: ...
 
 
 Made = TypeVar("Made", bound=Engines)
@@ -159,7 +179,7 @@ def begun(make: Callable[[Path, Path, Path], Made], console: Console) -> Iterato
         yield engines
 
 
-def wait_for_pool(engines: Iterable[VllmEngine], timeout_s: float) -> None:
+def wait_for_pool(engines: Iterable[Service], timeout_s: float) -> None:
     """Wait until each uses the pool: it reads all bytes of its weights first. Raises BenchError."""
     for engine in engines:
         until(

@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from pd_bench.pool.folders import own_folder
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.sample import Sample
 from pd_bench.serve.hosts import MOONCAKE, REDIS, key_file, need_store
 from pd_connector.errors import PoolError
@@ -46,9 +46,6 @@ HITS = {"hits": REDIS, "hits-mooncake": MOONCAKE}
 _HOSTS, _REQUESTS, _PREFIX_CHUNKS = 4, 64, 8
 _LONGEST_WAIT_S = 0.25
 _STARTS_S = 60.0
-
-Say = Callable[[str], None]
-Table = tuple[str, list[Comparison]]
 
 
 class Server:
@@ -103,7 +100,7 @@ class Host:
         memory.parent.mkdir(mode=0o700)
         self.own = LocalStore(Space(memory, budget))
         self.store = ReachingStore(self.own, memory)
-        command = [*prefix, sys.executable, "-m", "pd_connector.tools.cli", "pool", "carry"]
+        command = [*prefix, sys.executable, "-m", "pd_connector", "pool", "carry"]
         environment = {**os.environ, SHM_VARIABLE: str(folder), "PD_CONNECTOR_FAR": address}
         with (folder / "carrier.log").open("ab") as log:
             self.carrier = subprocess.Popen(
@@ -182,7 +179,9 @@ def chosen(text: str, more: Sequence[str]) -> list[str]:
     return rows
 
 
-def measure(rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Say) -> list[Table]:
+def measure(
+    rows: Sequence[str], objects: int, runs: int, warm_ups: int, say: Say
+) -> list[Compared]:
     """Measure these rows of `ROWS`.
 
     Args:
@@ -348,7 +347,7 @@ def _once(server: Server, hosts: Sequence[Host], say: Say) -> Comparison:
 
     def load(host: Host) -> None:
         buffer = memoryview(bytearray(OBJECT_BYTES))
-        host.store.pin(keys, 60.0)
+        host.store.prefetch(keys)
         for key in keys:
             host.load(key, buffer)
 

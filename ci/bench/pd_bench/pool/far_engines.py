@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose pool reaches another host: two network namespaces with a link of 1 Gbit/s between them.
+"""Engines whose pool reaches another host: two network namespaces with a link of 1 Gbit/s between them, 10 Gbit/s for `stopped`.
 
     host a: engines that compute, the far store [ namespace ] === link === [ namespace ] host b: engines that load
 
@@ -17,7 +17,7 @@ import json
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from pd_bench.machine import cpu_seconds
 from pd_bench.netns import Bed, Namespace
 from pd_bench.pool.engines import begun, first_token, until, wait_for_pool
 from pd_bench.pool.folders import own_folder
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.sample import Sample, single
 from pd_bench.serve.hosts import (
     MOONCAKE,
@@ -54,6 +54,8 @@ LINK, LINK_INT8, PREFILL, STOPPED = "link", "link-int8", "prefill", "stopped"
 ROWS = (LINK, LINK_INT8, PREFILL, STOPPED)
 BARS = {LINK: 1.0, LINK_INT8: 0.65, PREFILL: 1.05, STOPPED: 1.05}
 LINK_MBIT = 1000.0
+FAST_LINK_MBIT = 10_000.0
+"""The link of `stopped`: over the slower link these short prompts take as long to load as to compute, so they would not be loaded."""
 _MEMORY = "3GiB"
 _LENT, _LEAST_LENT = 2 << 30, 16 << 20
 _STARTS_S, _PUTS_S = 180.0, 60.0
@@ -65,9 +67,8 @@ _STOPPED_REQUESTS, _BEFORE = 12, 4
 """Requests to each engine while a server stands still; the first ones can wait."""
 _STOPPED_TOKENS = 2048
 _LONGEST_WAIT_S = 0.25
-
-Say = Callable[[str], None]
-Table = tuple[str, list[Comparison]]
+_LOOKS_AGAIN_S = 60.0
+"""After a fault an engine leaves the far store alone for at most 30 s."""
 
 
 class _Engines(NamedTuple):
@@ -157,7 +158,7 @@ class _Site:
 
     def serve(self, kind: str, logs: Path) -> None:
         """Start the far store, all of whose memory is on the first host."""
-        self.server = Server(kind, self.sides, logs, lends=self.sides[:1])
+        self.server = Server(kind, self.sides, logs, lends=self.sides[:1], lent=_LENT)
         self._stack.callback(self.server.kill)
         self.server.start()
 
@@ -207,7 +208,8 @@ def check_possible(row: str) -> None:
 def _running(row: str, kind: str, console: Console) -> Iterator[_Site]:
     """Engines of a row. At the end no process, namespace or chunk is left."""
     with ExitStack() as stack:
-        sides = stack.enter_context(Bed(LINK_MBIT)).namespaces
+        rate = FAST_LINK_MBIT if row == STOPPED else LINK_MBIT
+        sides = stack.enter_context(Bed(rate)).namespaces
         shm = stack.enter_context(own_folder())
         site = _Site(stack, row, sides, shm)
         if row != STOPPED:
@@ -221,7 +223,7 @@ def _running(row: str, kind: str, console: Console) -> Iterator[_Site]:
 
 def measure(
     row: str, prompt_tokens: int, runs: int, warm_ups: int, console: Console, say: Say
-) -> list[Table]:
+) -> list[Compared]:
     """Measure one row.
 
     Raises:
@@ -240,7 +242,7 @@ def measure(
 
 def _link(
     site: _Site, row: str, prompts: Prompts, tokens: int, runs: int, warm_ups: int, say: Say
-) -> list[Table]:
+) -> list[Compared]:
     a, b = site.hosts
     site.carry(a, b)
     for engine in (b.engines[0], site.rivals[1]):
@@ -302,7 +304,7 @@ def _link(
 
 def _prefill(
     site: _Site, prompts: Prompts, tokens: int, runs: int, warm_ups: int, say: Say
-) -> list[Table]:
+) -> list[Compared]:
     far, alone = site.hosts
     site.carry(far)
     pids = {host.name: pids_of(host.engines) for host in site.hosts}
@@ -329,7 +331,7 @@ def _prefill(
     return [("host only", [figure])]
 
 
-def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table]:
+def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Compared]:
     from_fifth, longest = [], []
     for kind, target in ((REDIS, "redis"), (MOONCAKE, "master"), (MOONCAKE, "node-a")):
         site.serve(kind, site.logs)
@@ -347,7 +349,19 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table
             far.engines[0].client.post("/reset_prefix_cache", {})
         for host in (far, alone):
             site.first_s(host.engines[0], prompts.make(tokens))
+        until(
+            lambda far=far: _looks_far(site, far, prompts),  # type: ignore[misc]
+            _LOOKS_AGAIN_S,
+            f"{far.engines[0].name} does not look in the far store; see {far.engines[0].log_path}",
+        )
+        loaded = far.chunks()[1]
         site.first_s(far.engines[0], used)  # the store shows its speed
+        site.first_s(far.engines[0], [1, 2, 3])  # steps update the metrics
+        if far.chunks()[1] == loaded:
+            raise BenchError(
+                f"{far.engines[0].name} has loaded nothing from the far store; see {far.log}"
+            )
+        before = _not_answered(far)
         stopped = site.server.family(target)
         stopped.pause()
         waits: dict[str, list[float]] = {"far": [], "alone": []}
@@ -355,6 +369,10 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table
             for prompt in stored:
                 waits["far"].append(site.first_s(far.engines[0], prompt)[0])
                 waits["alone"].append(site.first_s(alone.engines[0], prompts.make(tokens))[0])
+            if _not_answered(far) == before:
+                raise BenchError(
+                    f"the far store was not asked while its {target} was stopped; see {far.log}"
+                )
         finally:
             stopped.resume()
             site.server.kill()
@@ -379,6 +397,27 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Table
 def _is_well(host: BenchHost) -> bool:
     status = host.status()
     return status is not None and not status.problem
+
+
+def _looks_far(site: _Site, host: BenchHost, prompts: Prompts) -> bool:
+    """Whether an engine looks for prompts in the far store. While it leaves the store alone it makes a look-up now and then:
+    of two prompts in a row it looks for one at most."""
+    before = _counted(host, "finds_found", "finds_none")
+    for _ in range(2):
+        site.first_s(host.engines[0], prompts.make(2 * CHUNK_TOKENS))
+    return _counted(host, "finds_found", "finds_none") >= before + 2
+
+
+def _not_answered(host: BenchHost) -> int:
+    """Look-ups and chunks that the far store has not answered in time."""
+    return _counted(host, "silent_finds", "not_brought_late")
+
+
+def _counted(host: BenchHost, *names: str) -> int:
+    """A sum of counts of a host's carrier. Raises BenchError: it does not answer."""
+    if (status := host.status()) is None:
+        raise BenchError(f"the carrier of host {host.name} does not answer; see {host.log}")
+    return sum(status.counts.get(name, 0) for name in names)
 
 
 def _loaded_tokens(engine: VllmEngine) -> float:

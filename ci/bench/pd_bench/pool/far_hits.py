@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pd_bench.netns import Bed
-from pd_bench.pool.far import HITS, Host, Say, Server, Table
+from pd_bench.pool.far import HITS, Host, Server
 from pd_bench.pool.folders import own_folder
 from pd_bench.pool.trace import Prompt, exact, missing, read_prompts
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.sample import single
 from pd_bench.serve import hosts as serve_hosts
 from pd_bench.serve.hosts import MOONCAKE, REDIS, key_file, need_namespaces, need_store
@@ -50,7 +50,7 @@ class _Playing(NamedTuple):
     """Objects that the store has evicted so far."""
 
 
-def measure(row: str, trace: Path, say: Say) -> Table:
+def measure(row: str, trace: Path, say: Say) -> Compared:
     """Requests in turn by four hosts. Each looks its blocks up, brings what the far store has, and saves the rest.
 
     Args:

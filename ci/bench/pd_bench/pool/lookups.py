@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 from pd_bench.pool.folders import own_folder
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.sample import Sample
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
 from pd_connector.pool.store.base import Refusal
@@ -24,8 +23,6 @@ START_LIMIT_S = 1.0
 """How much longer a start with many chunks may take than with none."""
 _BUDGET = 4 << 30
 _PAYLOAD = bytes(64)
-
-Say = Callable[[str], None]
 
 
 def measure(chunks: int, runs: int, warm_ups: int, say: Say) -> list[Comparison]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pd_bench.flow import two_steps
 from pd_bench.handoff.pair import Prompts
 from pd_bench.pool.engines import PoolEngines, first_token
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.sample import Sample
 from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.tools.launch import VllmEngine
@@ -26,12 +26,9 @@ SAVED_AT_ONCE = 2
 _SUFFIX_TOKENS = 16
 _NO_POOL = {"pool": {"read": False, "write": False}}
 
-Say = Callable[[str], None]
-Table = tuple[str, list[Comparison]]
-
 
 class EngineFindings(NamedTuple):
-    tables: list[Table]
+    tables: list[Compared]
     notes: list[str]
 
 
@@ -80,7 +77,7 @@ class EngineMeasurement:
         notes.append(f"chunks that were not saved while prompts were computed: {self._unsaved}")
         return EngineFindings(self._tables(), notes)
 
-    def _tables(self) -> list[Table]:
+    def _tables(self) -> list[Compared]:
         tokens = {"tokens": self._tokens}
 
         def compared(

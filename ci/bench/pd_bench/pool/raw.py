@@ -10,16 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from pd_bench.machine import Noise
 from pd_bench.peer_environment import how_to_make, installed_version
 from pd_bench.pool import raw_party
 from pd_bench.pool.raw_party import OBJECT_BYTES
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.sample import Sample
 from pd_connector.pool.settings import memory_folder
 from pd_connector.tools.launch.family import Family
@@ -40,15 +39,12 @@ put them, as ours do; or in that process, and is lost with it."""
 BARS = {"put": 1.0, "get": 2.0}
 _RIVALS = (RIVAL, RIVAL_INSIDE)
 
-Say = Callable[[str], None]
-
 
 class RawFindings(NamedTuple):
     """Tables, each with the name of its baseline."""
 
-    tables: list[tuple[str, list[Comparison]]]
+    tables: list[Compared]
     notes: list[str]
-    others_cores: float
 
 
 class RawPair:
@@ -63,10 +59,6 @@ class RawPair:
         self._count = count
         self._settings = settings
         self._processes: list[subprocess.Popen[str]] = []
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
 
     def open(self, python: str = "") -> Self:
         """Start both processes.
@@ -142,7 +134,7 @@ class RawBench:
     objects: int
     runs: int
     warm_ups: int
-    _tables: list[tuple[str, list[Comparison]]] = field(default_factory=list, init=False)
+    _tables: list[Compared] = field(default_factory=list, init=False)
 
     def measure(self, say: Say) -> RawFindings:
         """Measure all ways in turn.
@@ -152,15 +144,13 @@ class RawBench:
         """
         with contextlib.ExitStack() as stack:
             pairs = list(self._pairs(stack))
-            noise = Noise([pid for pair in pairs for pid in pair.pids])
             rates = self._rounds(pairs, say)
-            others_cores = noise.cores()
         tables = [
             (words, [self._compared(verb, rates[OURS], rates[way], way) for verb in ("put", "get")])
             for way, words in BASELINES.items()
             if way in rates
         ]
-        return RawFindings(tables, self._notes(), others_cores)
+        return RawFindings(tables, self._notes())
 
     def _rounds(self, pairs: Sequence[RawPair], say: Say) -> dict[str, list[dict[str, float]]]:
         rates: dict[str, list[dict[str, float]]] = {pair.way: [] for pair in pairs}

@@ -9,14 +9,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from pd_bench.handoff.pair import Prompts
-from pd_bench.harness import pids_of
 from pd_bench.peer_environment import installed_version
 from pd_bench.pool.engines import (
     begun,
@@ -25,7 +24,7 @@ from pd_bench.pool.engines import (
     wait_for_pool,
 )
 from pd_bench.pool.raw import RIVAL_PACKAGE, RIVAL_VERSION, mooncake_master
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.sample import Sample
 from pd_connector.pool.settings import SHM_VARIABLE
 from pd_connector.tools.launch import VllmEngine, wait_all
@@ -41,8 +40,6 @@ _SAVES_S = 3.0
 """After the writer's answer. All stores save beside the computation."""
 _CHUNK_TOKENS = 256
 """LMCache's, the longest of the three: less than a chunk of a prompt's end is computed again."""
-
-Say = Callable[[str], None]
 
 
 class Store(NamedTuple):
@@ -91,13 +88,7 @@ class RivalEngines:
             self.pairs[name] = engines(name, store, str(python))
         self.all = [engine for pair in self.pairs.values() for engine in pair]
 
-    @property
-    def pids(self) -> list[int]:
-        return pids_of(self.all)
-
-    def measure(
-        self, tokens: int, runs: int, warm_ups: int, say: Say
-    ) -> list[tuple[str, list[Comparison]]]:
+    def measure(self, tokens: int, runs: int, warm_ups: int, say: Say) -> list[Compared]:
         """Time to the first token of prompts that another process has computed.
 
         Args:

@@ -22,15 +22,13 @@ from rich.console import Console
 from pd_bench.harness import pids_of
 from pd_bench.machine import cpu_seconds
 from pd_bench.model import write_model, write_weights
-from pd_bench.pool.engines import first_token, until
+from pd_bench.pool.engines import PooledEngines, first_token, until
 from pd_bench.pool.folders import own_folder
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.sample import Sample, single
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
-from pd_connector.pool.store.local import LocalStore
-from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.launch import stop_services, wait_all
+from pd_connector.pool.settings import SHM_VARIABLE
+from pd_connector.tools.launch import stop_services
 from pd_connector.tools.launch.service import log_folder
 from pd_connector.tools.launch.sglang import SglangEngine
 
@@ -44,7 +42,6 @@ _BURST_TOKENS = 512
 _SAVED_TOKENS = 1500
 _SAVED_PROMPTS = 4
 _PAGE_TOKENS = 64
-_STARTS_S = 120.0
 _SAVES_S = 30.0
 _TIMES = "PD_BENCH_LOOKUPS"
 _LOOKUP_PLUGIN = f"""
@@ -64,9 +61,6 @@ def timed(original, *args, **options):
     return found
 """
 """A plug-in of SGLang's: it writes down what each look-up takes of its scheduler's thread."""
-
-Say = Callable[[str], None]
-Table = tuple[str, list[Comparison]]
 
 
 class Row(StrEnum):
@@ -89,21 +83,19 @@ _NEEDED = {
 """Engines of each row. No other engine is started."""
 
 
-class SglangPool:
+class SglangPool(PooledEngines):
     """The engines, ready. Made by `running`.
 
     Attributes:
         writer: saves what it computes.
         reader: loads, and saves nothing.
         plain: has no linker.
-        all: those that are started.
     """
 
     def __init__(
         self, model: Path, shm: Path, logs: Path, plugins: Path, rows: Collection[Row]
     ) -> None:
-        self._memory = memory_folder({SHM_VARIABLE: str(shm)})
-        self._store: LocalStore | None = None
+        super().__init__(shm)
         self.lookups = logs / "lookups"
         self._random = random.Random(1)
 
@@ -132,28 +124,6 @@ class SglangPool:
         every = (self.writer, self.reader, self.plain)
         self.all = tuple(engine for engine in every if engine.name in needed)
 
-    def wait(self, console: Console) -> None:
-        """Wait until they answer, and use the pool: each reads all bytes of its weights first."""
-        wait_all(self.all, console=console)
-        for engine in self.all:
-            if engine is self.plain:
-                continue
-            until(
-                lambda waiting=engine: "pool: in use" in waiting.log_path.read_text(),  # type: ignore[misc]
-                _STARTS_S,
-                f"{engine.name} does not use the pool; see {engine.log_path}",
-            )
-        self._store = LocalStore(Space(self._memory, 0), visits=True)
-
-    @property
-    def pids(self) -> list[int]:
-        return pids_of(self.all)
-
-    def chunks(self) -> int:
-        """Chunks in the pool."""
-        assert self._store is not None
-        return self._store.status().tiers[0].chunks
-
     def prompt(self, tokens: int) -> list[int]:
         """A new prompt."""
         return self._random.choices(range(3, 250), k=tokens)
@@ -172,10 +142,6 @@ class SglangPool:
         """Chunks that the reader has loaded. An engine brings its metrics up to date once a second."""
         time.sleep(2.0)
         return self.reader.metrics().total("pd_connector:pool_hits_total")
-
-    def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
 
 
 def body(prompt: list[int]) -> dict[str, Any]:
@@ -220,7 +186,7 @@ def _plugin(folder: Path) -> Path:
 
 def measure(
     engines: SglangPool, rows: Collection[Row], runs: int, warm_ups: int, say: Say
-) -> list[Table]:
+) -> list[Compared]:
     """Measure these rows. Both sides of each take turns.
 
     Raises:
@@ -234,7 +200,7 @@ def measure(
     }
     for engine in engines.all:  # the reader learns how long a chunk takes to compute
         first_token(engine.client, body(engines.prompt(STORED_TOKENS)))
-    tables: list[Table] = []
+    tables: list[Compared] = []
     for row, once in measured.items():
         if row not in rows:
             continue
@@ -251,7 +217,7 @@ def measure(
     return tables
 
 
-def _compared(row: Row, values: Mapping[str, Sequence[float]]) -> list[Table]:
+def _compared(row: Row, values: Mapping[str, Sequence[float]]) -> list[Compared]:
     samples = {side: Sample(tuple(measured)) for side, measured in values.items()}
     ours, theirs = samples["ours"], samples["theirs"]
     tokens: dict[str, str | int] = {"tokens": STORED_TOKENS}
@@ -338,7 +304,7 @@ def _cpu(engines: SglangPool, number: int) -> dict[str, float]:
     return used
 
 
-def _lookups(engines: SglangPool, runs: int) -> Table:
+def _lookups(engines: SglangPool, runs: int) -> Compared:
     """CPU time of SGLang's thread in look-ups that name chunks, p99."""
     for _ in range(runs):
         prompt = engines.prompt(STORED_TOKENS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -13,21 +13,12 @@ from typing import Any
 from rich.console import Console
 
 from pd_bench.handoff.pair import Prompts
-from pd_bench.harness import pids_of
-from pd_bench.pool.engines import (
-    MEMORY,
-    begun,
-    first_token,
-    until,
-    wait_for_pool,
-)
-from pd_bench.report import Comparison
+from pd_bench.pool.engines import MEMORY, PooledEngines, begun, first_token, until
+from pd_bench.report import Comparison, Say
 from pd_bench.sample import Sample
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
-from pd_connector.pool.store.local import LocalStore
-from pd_connector.pool.store.tier_storage import Space
-from pd_connector.tools.launch import VllmEngine, wait_all
+from pd_connector.pool.settings import SHM_VARIABLE
+from pd_connector.tools.launch import VllmEngine
 
 BAR = 1.05
 """Mean time to the first token, beside an engine without a pool."""
@@ -42,16 +33,16 @@ FAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 VARIABLE = "PD_BENCH_SLOW_POOL"
 _MODULE = "pd_bench.pool.slow_connector"
-_STARTS_S = 240.0
 _SAVES_S = 60.0
 
-Say = Callable[[str], None]
 
-
-class SlowEngines:
+class SlowEngines(PooledEngines):
     """An engine that fills a pool, one with a slow store for each fault, and one without a pool. Made by `running`."""
 
+    starts_s = 240.0
+
     def __init__(self, model: Path, shm: Path, logs: Path) -> None:
+        super().__init__(shm)
         self._shm, self._model, self._logs = shm, model, logs
         self.writer = self._engine("writer", pool={"memory": MEMORY})
         self.plain = self._engine("plain")
@@ -86,10 +77,6 @@ class SlowEngines:
             log_path=self._logs / f"{name.replace(' ', '-')}.log",
         )
 
-    @property
-    def pids(self) -> list[int]:
-        return pids_of(self.all)
-
     def measure(self, prompt_tokens: int, say: Say) -> list[Comparison]:
         """Seconds until the first token of prompts that the pool has, from the fifth request on, one after another.
 
@@ -98,29 +85,26 @@ class SlowEngines:
         """
         prompts = Prompts(self.writer.client)
         times: dict[str, list[float]] = {name: [] for name in ("plain", *self.slow)}
-        with contextlib.closing(
-            LocalStore(Space(memory_folder({SHM_VARIABLE: str(self._shm)}), 0), visits=True)
-        ) as store:
-            for number in range(LEARNT_FROM + MEASURED):
-                prompt = prompts.make(prompt_tokens)
-                body = {"model": self.writer.client.model(), "prompt": prompt, "temperature": 0}
-                expected = store.status().tiers[0].chunks + prompt_tokens // CHUNK_TOKENS
-                first_token(self.writer.client, body)
-                until(
-                    lambda expected=expected: store.status().tiers[0].chunks >= expected,  # type: ignore[misc]
-                    _SAVES_S,
-                    "the writer has not saved its prompt",
-                )
-                engines = [("plain", self.plain), *self.slow.items()]
-                seconds = {
-                    name: first_token(engine.client, body)[0]
-                    for name, engine in (engines if number % 2 else reversed(engines))
-                }
-                shown = ", ".join(f"{name} {took_s:.3f} s" for name, took_s in seconds.items())
-                say(f"{'learning' if number < LEARNT_FROM else 'run'}: {shown}")
-                if number >= LEARNT_FROM:
-                    for name, took_s in seconds.items():
-                        times[name].append(took_s * 1e3)
+        for number in range(LEARNT_FROM + MEASURED):
+            prompt = prompts.make(prompt_tokens)
+            body = {"model": self.writer.client.model(), "prompt": prompt, "temperature": 0}
+            expected = self.chunks() + prompt_tokens // CHUNK_TOKENS
+            first_token(self.writer.client, body)
+            until(
+                lambda expected=expected: self.chunks() >= expected,  # type: ignore[misc]
+                _SAVES_S,
+                "the writer has not saved its prompt",
+            )
+            engines = [("plain", self.plain), *self.slow.items()]
+            seconds = {
+                name: first_token(engine.client, body)[0]
+                for name, engine in (engines if number % 2 else reversed(engines))
+            }
+            shown = ", ".join(f"{name} {took_s:.3f} s" for name, took_s in seconds.items())
+            say(f"{'learning' if number < LEARNT_FROM else 'run'}: {shown}")
+            if number >= LEARNT_FROM:
+                for name, took_s in seconds.items():
+                    times[name].append(took_s * 1e3)
         plain = Sample((mean(times["plain"]),))
         params = {"tokens": prompt_tokens, "requests": MEASURED}
         return [
@@ -138,7 +122,6 @@ def running(console: Console) -> Iterator[SlowEngines]:
     Raises:
         PDConnectorError: vLLM is missing, or an engine did not start.
     """
-    with begun(SlowEngines, console) as engines:
-        wait_all(engines.all, console=console)
-        wait_for_pool((engine for engine in engines.all if engine is not engines.plain), _STARTS_S)
+    with begun(SlowEngines, console) as engines, contextlib.closing(engines):
+        engines.wait(console)
         yield engines

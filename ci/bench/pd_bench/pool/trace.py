@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from pd_bench.pool.folders import own_folder
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.sample import Sample
 from pd_bench.serve.trace import TO_GET_ONE
 from pd_connector.pool.store.base import Refusal, Why
@@ -34,7 +34,6 @@ _PAYLOAD = bytes(64)
 _TAKES_S = 5.0
 """How long a process tries again while another one holds the books."""
 
-Say = Callable[[str], None]
 Prompt = Sequence[int]
 
 

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pd_bench.command_output import exit_codes, report
-from pd_bench.report import BenchError, Comparison
+from pd_bench.command_output import exit_codes, printing, report
+from pd_bench.report import BenchError, Compared, Comparison
 from pd_bench.roles import decision_cost, request_cost
 from pd_bench.roles import dop as paralleling
 from pd_bench.roles import shift as shifting
@@ -32,6 +32,8 @@ from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.roles.registry import ROLES
 from scheduler_plugins.sim import trace
 from scheduler_plugins.sim.trace import TraceError
+
+_say = printing(Console(stderr=True))
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -96,7 +98,7 @@ def steady(
     with exit_codes(Console(stderr=True)):
         traces = _both(code, conv, requests)
         tables, rows = (
-            list[tuple[str, list[Comparison]]](),
+            list[Compared](),
             Table("fleet", "workload", "load", "best fixed", *steadying.POLICIES, box=None),
         )
         for kind in _fleets(fleet):
@@ -251,7 +253,3 @@ def _read(path: Path, requests: int | None) -> list[Waiting]:
         return trace.load(path, requests)
     except TraceError as error:
         raise BenchError(str(error)) from None
-
-
-def _say(text: str) -> None:
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple, TypeVar
 
+from pd_bench.roles.arrow_paper import ArrowPaper
 from pd_bench.roles.fleets import FleetKind
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.registry import DEFAULT
@@ -17,10 +18,9 @@ from scheduler_plugins.sim.capacity import KEPT, kept
 from scheduler_plugins.sim.cluster import Change
 from scheduler_plugins.sim.served import Served
 
-UNGUARDED = ("arrow_paper",)
-"""Policies that are published without guards, and run without."""
+UNGUARDED = {"arrow_paper": ArrowPaper}
+"""Policies as they are published, which run without guards. No router has them."""
 T = TypeVar("T")
-Say = Callable[[str], None]
 
 
 class Outcome(NamedTuple):
@@ -72,7 +72,7 @@ def run(
     """What became of each request, and the number of moves. Arguments as of `play`."""
     controller, route = None, DEFAULT
     if roles:
-        policy = create(roles)
+        policy = UNGUARDED[roles]() if roles in UNGUARDED else create(roles)
         controller, route = RoleController(policy), policy.route or DEFAULT
         if roles in UNGUARDED:
             controller = RoleController(policy, dwell_s=0.0, pause_s=0.0)

@@ -16,8 +16,7 @@ from itertools import count
 import aiohttp
 
 from pd_bench.machine import cpu_seconds
-from pd_bench.report import BenchError, Comparison
-from pd_bench.roles.play import Say
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.router import scaled
 from pd_bench.router.mocks import MockProcess
 from pd_bench.sample import Sample

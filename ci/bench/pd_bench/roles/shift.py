@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from pd_bench.report import Say
 from pd_bench.roles.fleets import OPT_13B, FleetKind
-from pd_bench.roles.play import Outcome, Say, Sustained, in_parallel, play, sustained
+from pd_bench.roles.play import Outcome, Sustained, in_parallel, play, sustained
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.router.policies.base import Role
 from scheduler_plugins.sim import trace

@@ -11,8 +11,9 @@ from math import pi, sin
 from random import Random
 from typing import NamedTuple
 
+from pd_bench.report import Say
 from pd_bench.roles.fleets import FleetKind
-from pd_bench.roles.play import Outcome, Say, in_parallel, play
+from pd_bench.roles.play import Outcome, in_parallel, play
 from pd_bench.roles.shift import Half
 from scheduler_plugins.order.request import Waiting
 

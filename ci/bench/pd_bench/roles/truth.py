@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import NamedTuple, Protocol
 
-from pd_bench.report import Comparison
+from pd_bench.report import Comparison, Say
 from pd_bench.roles.fleets import FleetKind
-from pd_bench.roles.play import Say, Sustained, in_parallel, run, sustained
+from pd_bench.roles.play import Sustained, in_parallel, run, sustained
 from pd_bench.sample import single
 from scheduler_plugins.order.request import Waiting
 from scheduler_plugins.sim import trace

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pd_bench.report import Say
 from pd_bench.roles import truth_engines, truth_live
 from pd_bench.roles.fleets import OPT_13B, FleetKind
-from pd_bench.roles.play import Say
 from pd_bench.roles.truth import Busy, Figures, Plan, busy, plan, simulated
 from scheduler_plugins.order.request import Waiting
 

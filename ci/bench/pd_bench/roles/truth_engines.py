@@ -14,10 +14,9 @@ from pathlib import Path
 from random import Random
 
 from pd_bench.model import KV_BYTES_PER_TOKEN, MADE_UP_WEIGHTS, write_model
-from pd_bench.report import BenchError
+from pd_bench.report import BenchError, Say
 from pd_bench.roles import truth
 from pd_bench.roles.fleets import FleetKind
-from pd_bench.roles.play import Say
 from pd_bench.roles.truth_live import Live, routed
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play

@@ -11,9 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from pd_bench.report import BenchError
+from pd_bench.report import BenchError, Say
 from pd_bench.roles.fleets import FleetKind
-from pd_bench.roles.play import Say
 from pd_bench.roles.truth import Figures, Plan
 from pd_bench.router import sending
 from pd_bench.router.mocks import MockProcess

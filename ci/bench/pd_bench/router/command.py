@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from pd_bench.command_output import BAR_MISSED, exit_codes, report
+from pd_bench.command_output import BAR_MISSED, exit_codes, printing, report
 from pd_bench.report import BenchError
 from pd_bench.router import deaths as dying
 from pd_bench.router import overload as overloaded
@@ -76,7 +74,7 @@ def beside_peers(
         # Started as users start it, so the router learns the engines' costs.
         contenders = [Ours(OURS, policy=policy, profiled=False), *others]
         sent = scaled.sent(recorded)
-        measured = rotations.rotate(contenders, sent, windows, rounds, speed, _say(stderr))
+        measured = rotations.rotate(contenders, sent, windows, rounds, speed, printing(stderr))
         seen = rotations.seen(measured[OURS], windows)
         said = truth.simulated(recorded, policy, [range(span.first, span.end) for span in windows])
     envs = (("vllm-router", vllm_env), ("sglang-router", sglang_env))
@@ -110,7 +108,7 @@ def simulator_beside_live(
     stderr = Console(stderr=True)
     if engines:
         with exit_codes(stderr), terminate_as_interrupt():
-            live, model = truth_engines.compare(trace, requests, policy, _say(stderr))
+            live, model = truth_engines.compare(trace, requests, policy, printing(stderr))
         report(
             [("allowed", truth.compared(f"1-{requests:,}", live, model))], _both(live, model), json
         )
@@ -119,7 +117,7 @@ def simulator_beside_live(
         recorded = _read(trace, requests)
         window = rotations.Window(0, len(recorded))
         ours, sent = Ours(OURS, policy=policy), scaled.sent(recorded)
-        run = rotations.measure(ours, sent, [window], speed, _say(stderr))
+        run = rotations.measure(ours, sent, [window], speed, printing(stderr))
         (live,) = rotations.seen([run], [window])
         (model,) = truth.simulated(recorded, policy, [range(len(recorded))])
     rows = truth.compared(window.name, live, model)
@@ -138,7 +136,7 @@ def twice_the_load(
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, rate=2 * CAPACITY))
-        comparisons = overloaded.compare(sent, rounds, speed, _say(stderr))
+        comparisons = overloaded.compare(sent, rounds, speed, printing(stderr))
     promise = (
         f"in time: {overloaded.TTFT_S:g} s to the first token, {overloaded.TPOT_S:g} s a token"
     )
@@ -159,7 +157,7 @@ def two_routers(
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, rate=0.8 * CAPACITY))
         ours = Ours(OURS, policy=policy)
-        comparisons = doubled.compare(ours, sent, rounds, speed, _say(stderr))
+        comparisons = doubled.compare(ours, sent, rounds, speed, printing(stderr))
     report([("one router", comparisons)], [_played(speed)], json)
 
 
@@ -187,7 +185,9 @@ def several_processes(
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, rate=0.8 * CAPACITY))
-        rows = multiplied.compare(policy, processes, baseline, sent, rounds, speed, _say(stderr))
+        rows = multiplied.compare(
+            policy, processes, baseline, sent, rounds, speed, printing(stderr)
+        )
     report([("baseline", rows)], [_played(speed)], json)
 
 
@@ -205,7 +205,7 @@ def killed_engines(
     stderr = Console(stderr=True)
     with exit_codes(stderr), terminate_as_interrupt():
         sent = scaled.sent(_read(trace, requests, answers=1))
-        deaths = dying.measure(Ours(OURS), sent, speed, every_s, _say(stderr))
+        deaths = dying.measure(Ours(OURS), sent, speed, every_s, printing(stderr))
     console = Console()
     for what, value in (
         ("requests", deaths.requests),
@@ -226,10 +226,6 @@ def _read(
         return scaled.read(path, requests, rate, answers)
     except TraceError as error:
         raise BenchError(str(error)) from None
-
-
-def _say(console: Console) -> Callable[[str], None]:
-    return partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 def _both(live: truth.Seen, model: truth.Seen) -> list[str]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from pd_bench.report import Say
 from pd_bench.router.contenders import Contender
 from pd_bench.router.mocks import MockProcess
-from pd_bench.router.rotations import Say, cluster
+from pd_bench.router.rotations import cluster
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import Outcome, play
 from pd_connector.tools.launch.client import Samples

@@ -8,10 +8,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pd_bench.report import Comparison
+from pd_bench.report import Comparison, Say
 from pd_bench.router.contenders import Contender, Engines
 from pd_bench.router.mocks import MockProcess
-from pd_bench.router.rotations import Say, cluster
+from pd_bench.router.rotations import cluster
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import Outcome, play
 from pd_bench.sample import Sample

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from pd_bench.harness import pids_of
 from pd_bench.machine import cpu_seconds
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.router.contenders import Engines, Ours
 from pd_bench.router.mocks import prefix_hits
-from pd_bench.router.rotations import Say, cluster
+from pd_bench.router.rotations import cluster
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play
 from pd_bench.sample import Sample

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison, Say
 from pd_bench.router import scaled
 from pd_bench.router.contenders import OURS, Contender, Engines
 from pd_bench.router.mocks import MockProcess, PrefixHits, prefix_hits
@@ -25,8 +25,6 @@ from scheduler_plugins.cost.profile import save
 
 MOST_FAILED = 0.01
 _READY_S = 60.0
-
-Say = Callable[[str], None]
 
 
 class Window(NamedTuple):
@@ -190,7 +188,7 @@ def seen(runs: Sequence[Measured], windows: Sequence[Window]) -> list[Seen]:
 
 def compared(
     results: Mapping[str, Sequence[Measured]], windows: Sequence[Window]
-) -> list[tuple[str, list[Comparison]]]:
+) -> list[Compared]:
     """Our router beside each peer. A bar applies only to the best peer in that figure."""
     peers = [name for name in results if name != OURS]
     tables: dict[str, list[Comparison]] = {name: [] for name in peers}

@@ -14,8 +14,7 @@ from pathlib import Path
 from random import Random
 
 from pd_bench.model import KV_BYTES_PER_TOKEN, LAYERS, MADE_UP_WEIGHTS, write_model
-from pd_bench.report import BenchError
-from pd_bench.router.rotations import Say
+from pd_bench.report import BenchError, Say
 from pd_bench.router.truth import Seen
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.stack import OUR_SCHEDULER

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.router.contenders import Ours
-from pd_bench.router.rotations import Say, cluster
+from pd_bench.router.rotations import cluster
 from pd_bench.router.scaled import Sent
 from pd_bench.router.sending import play
 from pd_bench.sample import Sample

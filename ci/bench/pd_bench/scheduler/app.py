@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from pd_bench.command_output import exit_codes
-from pd_bench.report import Comparison, missed, table, write_json
+from pd_bench.report import Compared, missed, table, write_json
 from pd_bench.scheduler import classes, order, overhead, overload, plot
 from pd_bench.scheduler.options import EngineKind, Live, Minutes, Quick, Seeds, tell
 from pd_bench.scheduler.replay_command import replay
@@ -68,7 +68,7 @@ def queue(
     console = Console()
     workload = order.Workload(cached_profiles=cached_profiles)
     chosen, duration_s = range(seeds), minutes * 60
-    parts: list[tuple[str, list[Comparison]]] = [
+    parts: list[Compared] = [
         ("Order within a class", order.compare(workload, chosen)),
         ("Classes", classes.compare(chosen, duration_s)),
         ("Admission at twice the capacity", overload.compare(chosen, duration_s)),

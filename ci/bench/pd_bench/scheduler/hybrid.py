@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from pd_bench.machine import Noise
 from pd_bench.model import MADE_UP_WEIGHTS, write_model
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.sample import Sample
-from pd_bench.scheduler.live import Findings, Say
+from pd_bench.scheduler.live import Findings
 from pd_connector.tools.launch import VllmEngine
 from pd_connector.tools.launch.progress import wait_all
 from scheduler_plugins.vllm.hybrid import VARIABLE, register
@@ -56,7 +56,7 @@ async def compare(
     """
     _check_installed()
     with _engine(folder, most_tokens, None, say) as off:
-        noise = Noise([])
+        noise = Noise()
         without = {tokens: _prefill(off, tokens, say) for tokens in off_tokens}
     budget = off_tokens[-1]
     budget_mib = without[budget].peak_mib

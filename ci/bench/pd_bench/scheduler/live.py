@@ -14,9 +14,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from pd_bench.harness import VLLM, pids_of, require
+from pd_bench.harness import VLLM, require
 from pd_bench.machine import Noise
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.scheduler.replay import Outcome, p99
 from pd_bench.scheduler.sending import RequestRecord, send_all
 from pd_connector.tools.demo import MODEL_DIR
@@ -33,8 +33,6 @@ HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total
 UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 RESET = "/reset_prefix_cache"
 _IDLE_S = 60.0
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,6 @@ class RunningEngine:
     contender: Contender
     client: EngineClient
     settings: Path
-    pids: Sequence[int]
     noise: Noise
     """CPU use of other programs during the run."""
     under_way: Sequence[str] = UNDER_WAY
@@ -200,8 +197,7 @@ async def running(
     with engine:
         wait_all([engine])
         async with connect(engine.base_url) as client:
-            pids = pids_of([engine])
-            engine_running = RunningEngine(contender, client, settings, pids, Noise(pids))
+            engine_running = RunningEngine(contender, client, settings, Noise())
             await warm_up(engine_running, setup.max_model_len)
             yield engine_running
 

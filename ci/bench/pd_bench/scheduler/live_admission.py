@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pd_bench.report import Comparison
+from pd_bench.report import Comparison, Say
 from pd_bench.sample import Sample
 from pd_bench.scheduler import live_traffic as traffic
 from pd_bench.scheduler.live import (
@@ -19,7 +19,6 @@ from pd_bench.scheduler.live import (
     EngineSetup,
     Findings,
     RunningEngine,
-    Say,
     running,
 )
 from pd_bench.scheduler.overload import OVERLOAD, compared

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pd_bench.command_output import exit_codes, noise_note, report
-from pd_bench.scheduler.live import Findings, Say, check_possible
+from pd_bench.command_output import exit_codes, noise_note, printing, report
+from pd_bench.report import Say
+from pd_bench.scheduler.live import Findings, check_possible
 from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.launch.service import log_folder
 
@@ -35,8 +36,7 @@ def run(
     """
     stderr = Console(stderr=True)
 
-    def say(line: str) -> None:
-        stderr.print(line, markup=False, highlight=False, soft_wrap=True)
+    say = printing(stderr)
 
     async def measured() -> Findings:
         return await measure(log_folder(), say)

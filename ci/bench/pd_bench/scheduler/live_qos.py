@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.sample import Sample
 from pd_bench.scheduler import live_traffic as traffic
 from pd_bench.scheduler.classes import CLASSES, PREMIUM_P99, SHARE_POINTS, WINDOW_S
@@ -17,7 +17,6 @@ from pd_bench.scheduler.live import (
     EngineSetup,
     Findings,
     RunningEngine,
-    Say,
     running,
 )
 from pd_bench.scheduler.replay import p99

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pd_bench.machine import Noise
+from pd_bench.report import Say
 from pd_bench.scheduler import order
 from pd_bench.scheduler.live import (
     OURS,
@@ -18,7 +19,6 @@ from pd_bench.scheduler.live import (
     EngineSetup,
     Findings,
     RunningEngine,
-    Say,
     outcome,
     running,
 )
@@ -97,7 +97,7 @@ async def take_turns(
     """
     outcomes = defaultdict[tuple[str, float], list[Outcome]](list)
     rates = []
-    noise = Noise([pid for engine in engines for pid in engine.pids])
+    noise = Noise()
     runs = Runs(rounds * (1 + len(loads) * len(engines)), say)
     for seed in range(_SEED, _SEED + rounds):
         requests = shared_profiles(

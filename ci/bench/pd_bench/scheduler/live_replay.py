@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from pd_bench.report import BenchError
-from pd_bench.scheduler.live import HITS, QUERIES, Say
+from pd_bench.report import BenchError, Say
+from pd_bench.scheduler.live import HITS, QUERIES
 from pd_bench.scheduler.replay import p99
 from pd_bench.scheduler.sending import RequestRecord, send_all
 from scheduler_plugins.order.request import Waiting

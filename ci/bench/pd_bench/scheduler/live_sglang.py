@@ -8,15 +8,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from pd_bench.harness import pids_of
 from pd_bench.machine import Noise
+from pd_bench.report import Say
 from pd_bench.scheduler.live import (
     CHUNK_TOKENS,
     Contender,
     EngineSetup,
     Findings,
     RunningEngine,
-    Say,
     warm_up,
 )
 from pd_bench.scheduler.live_queue import CACHED_PROFILES, PAGE_SIZE, PROFILE_TOKENS, take_turns
@@ -107,10 +106,9 @@ async def _running(
 ) -> AsyncIterator[RunningEngine]:
     """Connect to a started contender and warm it up. Raises BenchError: it does not work as expected."""
     async with connect(service.base_url) as client:
-        pids = pids_of([service])
         settings = setup.folder / contender.name / "settings.yaml"
         engine = RunningEngine(
-            contender, client, settings, pids, Noise(pids), under_way=_UNDER_WAY, reset=_RESET
+            contender, client, settings, Noise(), under_way=_UNDER_WAY, reset=_RESET
         )
         say(f"warming {contender.name} up")
         await warm_up(engine, setup.max_model_len)

@@ -19,9 +19,8 @@ from time import monotonic
 import aiohttp
 
 from pd_bench.machine import cpu_seconds
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.sample import Sample
-from pd_bench.scheduler.live import Say
 
 REQUEST_LIMIT_S = 1.5e-3
 EVENT_LIMIT_S = 45e-6

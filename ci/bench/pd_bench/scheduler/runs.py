@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from pd_bench.scheduler.live import Say
+from pd_bench.report import Say
 
 Count = Callable[[], None]
 """Called with each answer."""

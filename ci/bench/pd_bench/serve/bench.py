@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pd_bench.command_output import printing
 from pd_bench.harness import NIXL, VLLM, require
 from pd_bench.model import MADE_UP_WEIGHTS, write_model
 from pd_bench.netns import Bed, available
@@ -97,9 +98,6 @@ class ServeBench:
                     wait_all(group, console=console)
                 rival.rest()
 
-                def say(line: str) -> None:
-                    console.print(line, markup=False, highlight=False)
-
-                return Measurement(ours, rival, lines, self.plan, say).measure()
+                return Measurement(ours, rival, lines, self.plan, printing(console)).measure()
             finally:
                 stop_services(services)

@@ -32,6 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pd_bench.command_output import printing
 from pd_bench.harness import VLLM, require, wait_for
 from pd_bench.netns import Bed, Namespace, available
 from pd_bench.report import BenchError
@@ -325,10 +326,7 @@ class HostsBench:
             router.start()
             wait_all([router], console=console)
 
-            def say(line: str) -> None:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-            return _Run(hosts, router, server, requests, say).run()
+            return _Run(hosts, router, server, requests, printing(console)).run()
 
     def _check(self) -> None:
         require(VLLM, ("aiohttp", "our router needs it: pip install 'pd-connector[router]'"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pd_bench.machine import Noise
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Comparison, Say
 from pd_bench.sample import Sample
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.stack import Stack
@@ -33,8 +33,6 @@ AT_ONCE = 8
 MOST_FAILED = 0.05
 """A run in which a larger share fails is not compared."""
 LOOK_S = 3.0
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class Measurement:
         rival = self._stacks[1]
         with _Turn(rival):
             promise = self._promise(rival)
-        noise = Noise([pid for stack in self._stacks for pid in stack.pids])
+        noise = Noise()
         before = {stack.name: _tokens(stack) for stack in self._stacks}
         rates = [self._capacity(stack) for stack in self._stacks]
         turns = self._rounds(rates[1])

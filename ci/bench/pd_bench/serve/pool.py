@@ -19,11 +19,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pd_bench.command_output import printing
 from pd_bench.harness import VLLM, require
 from pd_bench.machine import Noise
 from pd_bench.model import KV_BYTES_PER_TOKEN, write_model, write_weights
-from pd_bench.report import BenchError, Comparison
-from pd_bench.serve.measure import AT_ONCE, WARM_UPS, Plan, Say
+from pd_bench.report import BenchError, Comparison, Say
+from pd_bench.serve.measure import AT_ONCE, WARM_UPS, Plan
 from pd_bench.serve.pool_turns import AGAIN, PLAIN, POOL, Round, Turns, compared
 from pd_bench.serve.sending import Answer, completion_rate, send
 from pd_bench.serve.stack import PoolStack, StackSetup
@@ -103,9 +104,7 @@ class PoolServeBench:
                     service.start()
                 wait_all(group, console=console)
 
-            def say(line: str) -> None:
-                console.print(line, markup=False, highlight=False)
-
+            say = printing(console)
             return PoolMeasurement(pooled, plain, lines, self.plan, shm, say, console).measure()
 
 
@@ -142,7 +141,7 @@ class PoolMeasurement:
             BenchError: an engine does not use the pool.
         """
         self._wait_for_pool()
-        noise = self._noise()
+        noise = Noise()
         for stack in (self._pooled, self._plain):
             self._rate(stack, WARM_UPS, 1, seed=1)
         rates = [
@@ -188,13 +187,10 @@ class PoolMeasurement:
         others = list[float]()
         for name, stack in stacks.items():
             _use_memory(self._shm, _kv_bytes(round_.requests))
-            noise = self._noise()
+            noise = Noise()
             turns.add(name, self._turn(stack, name, round_.requests))
             others.append(noise.cores())
         return max(others)
-
-    def _noise(self) -> Noise:
-        return Noise([pid for stack in (self._pooled, self._plain) for pid in stack.pids])
 
     def _turn(self, stack: PoolStack, name: str, requests: Sequence[TimedRequest]) -> list[Answer]:
         answers = send(stack.router.client, self._model, requests)

@@ -89,11 +89,6 @@ class Stack(ABC):
         """All services, engines first: a router looks for its engines when it starts."""
         return (*self.engines, self.router)
 
-    @property
-    def pids(self) -> list[int]:
-        """Processes of the whole stack, as they were when it became ready."""
-        return self._processes.pids
-
     def cpu_seconds(self) -> float:
         """CPU time used by the whole stack."""
         return self._processes.cpu_seconds()

@@ -13,7 +13,7 @@ from pd_bench.handoff import vllm
 from pd_bench.harness import VLLM, require
 from pd_bench.machine import Noise
 from pd_bench.netns import available
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared
 from pd_bench.states.rows import OVER_LINK, Row, drafts, over_link
 from pd_connector.tools.launch.family import terminate_as_interrupt
 from pd_connector.tools.launch.service import log_folder
@@ -41,7 +41,7 @@ def states(
     """
     rows = list(dict.fromkeys(row or Row))
     stderr = Console(stderr=True)
-    tables: list[tuple[str, list[Comparison]]] = []
+    tables: list[Compared] = []
     notes: list[str] = []
     with exit_codes(stderr), terminate_as_interrupt():
         _check_possible(rows)
@@ -54,7 +54,7 @@ def states(
         if Row.STRIPES in rows:
             from pd_bench.states import stripes  # torch takes seconds to import
 
-            noise = Noise([])
+            noise = Noise()
             tables.append(("of a page", [stripes.measure(runs, warm_ups)]))
             notes.append(f"{Row.STRIPES}: {noise_note(noise.cores())}")
         if Row.DRAFTS in rows:

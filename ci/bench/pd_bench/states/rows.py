@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pd_bench.command_output import noise_note
+from pd_bench.command_output import noise_note, printing
 from pd_bench.flow import two_steps
 from pd_bench.handoff.contender import Contender
 from pd_bench.handoff.measure import TurnMeasurement
@@ -26,7 +26,7 @@ from pd_bench.harness import wait_for
 from pd_bench.machine import Noise
 from pd_bench.model import MADE_UP_WEIGHTS
 from pd_bench.netns import Bed
-from pd_bench.report import BenchError, Comparison
+from pd_bench.report import BenchError, Compared, Comparison
 from pd_bench.sample import Sample, single
 from pd_bench.states import step_probe
 from pd_bench.states.model import wanted_bytes, write_states_model
@@ -66,7 +66,7 @@ _UNLIKE = Contender("SD to DS, TP 2 to 1", "PDConnector", _RAW)
 
 def over_link(
     rows: Sequence[Row], link_mbit: float, runs: int, warm_ups: int, logs: Path, console: Console
-) -> tuple[list[tuple[str, list[Comparison]]], list[str]]:
+) -> tuple[list[Compared], list[str]]:
     """Measure these rows over the link: tables by baseline, and notes.
 
     Raises:
@@ -91,7 +91,7 @@ def over_link(
         if Row.LAYOUTS in rows:
             pairs[_UNLIKE.name] = _pair(_UNLIKE, others_order, stage)
         stack.enter_context(_running(list(pairs.values()), console))
-        noise = Noise([pid for pair in pairs.values() for pid in pair.pids])
+        noise = Noise()
         tables, notes = _measured(rows, pairs, runs, warm_ups, console)
         return tables, [noise_note(noise.cores()), *notes]
 
@@ -102,14 +102,14 @@ def _measured(
     runs: int,
     warm_ups: int,
     console: Console,
-) -> tuple[list[tuple[str, list[Comparison]]], list[str]]:
-    tables: list[tuple[str, list[Comparison]]] = []
+) -> tuple[list[Compared], list[str]]:
+    tables: list[Compared] = []
     notes: list[str] = []
     alike = pairs[_ALIKE.name]
     params = {"prompt_tokens": PROMPT_TOKENS}
     if {*rows} & {Row.LINK, Row.BYTES, Row.LAYOUTS}:
         decode = alike.engines[1]
-        turns = TurnMeasurement(list(pairs.values()), runs, warm_ups, _say(console))
+        turns = TurnMeasurement(list(pairs.values()), runs, warm_ups, printing(console))
         before = decode.metrics()
         measured = turns.measure([PROMPT_TOKENS])
         came = decode.metrics().since(before).total("pd_connector:received_bytes_total")
@@ -254,7 +254,3 @@ def _running(pairs: Sequence[Pair], console: Console) -> Iterator[None]:
         yield
     finally:
         stop_services(engines)
-
-
-def _say(console: Console) -> Any:
-    return lambda line: console.print(line, markup=False, highlight=False)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pd_bench.command_output import exit_codes, noise_note, report
+from pd_bench.command_output import exit_codes, noise_note, printing, report
 from pd_bench.netns import Bed, available
 from pd_bench.report import BenchError
 from pd_bench.wire import measure as wires
@@ -95,7 +95,7 @@ def _on_machine(
     ]
     tokens = mib * TOKENS_PER_MIB
     with WirePair(tokens) as pair:
-        return wires.measure(pair, "local", contenders, tokens, runs, warm_ups, _say(console))
+        return wires.measure(pair, "local", contenders, tokens, runs, warm_ups, printing(console))
 
 
 def _over_link(
@@ -112,8 +112,4 @@ def _over_link(
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(Bed(mbit))
         pair = stack.enter_context(WirePair(tokens, env, bed.namespaces))
-        return wires.measure(pair, "link", contenders, tokens, runs, warm_ups, _say(console))
-
-
-def _say(console: Console) -> wires.Say:
-    return lambda line: console.print(line, markup=False, highlight=False)
+        return wires.measure(pair, "link", contenders, tokens, runs, warm_ups, printing(console))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pd_bench.machine import Noise
-from pd_bench.report import Comparison, Param
+from pd_bench.report import Compared, Comparison, Param, Say
 from pd_bench.sample import Sample
 from pd_bench.wire.pair import WirePair, WireRun
 
@@ -21,8 +21,6 @@ LOCAL_BAR = 0.55
 """Share of the baseline's rate to reach for pages on one machine. Ours copies and then hashes the bytes; the baseline
 only copies and verifies nothing."""
 _GB = 1e9
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def insecure_contender(transport: str, codec: str) -> WireContender:
 class WireFindings(NamedTuple):
     """Tables with the names of their baselines, and the cores used by other programs."""
 
-    tables: list[tuple[str, list[Comparison]]]
+    tables: list[Compared]
     others_cores: float
 
 
@@ -109,7 +107,7 @@ def measure(
     baselines = [PAGES, LINE] if place == "link" else [PAGES]
     gb = tokens * TOKEN_BYTES / _GB
     by_contender: dict[str, list[WireRun]] = {}
-    noise = Noise(pair.pids)
+    noise = Noise()
     for contender in (*baselines, *ours, *baselines):
         pair.open(contender.kind, contender.settings)
         for number in range(warm_ups + runs):

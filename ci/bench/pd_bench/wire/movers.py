@@ -84,7 +84,8 @@ class PagePerDescriptor(Mover):
     def meet(self, peer: Mapping[str, Any]) -> None:
         remote = self._nixl.add_remote_agent(peer["metadata"])
         for owner, bases in (("NIXL_INIT_AGENT", self._bases), (remote, peer["bases"])):
-            every = self._nixl.get_xfer_descs(descriptors(bases, self._cache.page_count), "DRAM")
+            table = descriptors(bases, self._cache.page_count, PAGE_BYTES, 0)
+            every = self._nixl.get_xfer_descs(table, "DRAM")
             self._lists.append(self._nixl.prep_xfer_dlist(owner, every))
 
     def offer(self, number: int) -> None:
@@ -92,7 +93,7 @@ class PagePerDescriptor(Mover):
 
     def fetch(self, number: int) -> int:
         here, there = self._lists
-        mine, theirs = (self._numbers(side) for side in ("consumer", "producer"))
+        mine, theirs = (places(self._cache, side) for side in ("consumer", "producer"))
         note = f"transfer {number}:1".encode()
         handle = self._nixl.make_prepped_xfer("READ", here, mine, there, theirs, notif_msg=note)
         state = self._nixl.transfer(handle)
@@ -113,23 +114,27 @@ class PagePerDescriptor(Mover):
         self._nixl.deregister_memory(self._registered)
         self._nixl = None
 
-    def _numbers(self, side: str) -> list[int]:
-        """Places of the prompt's pages in the prepared list, layer by layer."""
-        count, pages = self._cache.page_count, self._cache.tables[side]
-        return [layer * count + page for layer in range(len(self._bases)) for page in pages]
 
-
-def descriptors(bases: Sequence[int], page_count: int) -> npt.NDArray[np.uint64]:
+def descriptors(
+    bases: Sequence[int], page_count: int, page_bytes: int, device: int
+) -> npt.NDArray[np.uint64]:
     """Address, length and device of every page of every layer, `[layers * pages, 3]`.
 
     Args:
         bases: address of each layer.
     """
-    offsets = np.arange(page_count, dtype=np.uint64) * np.uint64(PAGE_BYTES)
-    table = np.zeros((len(bases), page_count, 3), np.uint64)
+    offsets = np.arange(page_count, dtype=np.uint64) * np.uint64(page_bytes)
+    table = np.empty((len(bases), page_count, 3), np.uint64)
     table[:, :, 0] = np.asarray(bases, np.uint64)[:, None] + offsets
-    table[:, :, 1] = PAGE_BYTES
+    table[:, :, 1] = page_bytes
+    table[:, :, 2] = device
     return table.reshape(-1, 3)
+
+
+def places(cache: WireCache, side: str) -> list[int]:
+    """Places of the prompt's pages among these descriptors, layer by layer."""
+    count, pages = cache.page_count, cache.tables[side]
+    return [layer * count + page for layer in range(len(cache.layers)) for page in pages]
 
 
 class PlainTcp(Mover):

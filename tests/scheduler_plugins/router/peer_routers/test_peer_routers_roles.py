@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import msgspec
 import pytest
-from router_fakes import FAST, FakeEngine, run, until
+from router_fakes import FAST, FakeEngine, engine_of, engines, pool_of, run, until
 from support.free_ports import free_ports
 
-from scheduler_plugins.router.endpoints.app_keys import SHARED
 from scheduler_plugins.router.engines.engine import BackendEngine
-from scheduler_plugins.router.engines.pool import EnginePool
 from scheduler_plugins.router.engines.role_state import Version
 from scheduler_plugins.router.peer_routers import load_exchange as load_exchange
 from scheduler_plugins.router.peer_routers.advertised_roles import (
@@ -41,29 +38,9 @@ def addresses(count: int) -> list[str]:
     return [f"tcp://127.0.0.1:{port}" for port in free_ports(count)]
 
 
-@asynccontextmanager
-async def engines(count: int = 3) -> AsyncIterator[list[FakeEngine]]:
-    fakes = [FakeEngine(f"e{n}", engine_id=f"engine-{n}") for n in range(count)]
-    for fake in fakes:
-        await fake.start()
-    yield fakes
-    for fake in fakes:
-        await fake.die()
-
-
 def server(fakes: Sequence[FakeEngine], at: str, *others: str) -> RouterServer:
     sides = {"prefill": (fakes[0].url,), "decode": tuple(fake.url for fake in fakes[1:])}
     return RouterServer(RouterConfig(**sides, **FAST, exchange=at, fellows=others))
-
-
-def pool_of(router: RouterServer) -> EnginePool:
-    pool = router.app[SHARED].pool
-    assert isinstance(pool, EnginePool)
-    return pool
-
-
-def engine_of(router: RouterServer, fake: FakeEngine) -> BackendEngine:
-    return next(engine for engine in pool_of(router).engines if engine.url == fake.url)
 
 
 def test_a_role_given_at_one_router_holds_at_all_with_its_pin_and_each_says_so(

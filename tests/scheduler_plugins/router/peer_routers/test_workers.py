@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_fakes import FAST, FakeEngine, run, until
+from router_fakes import FAST, FakeEngine, engine_of, engines, pool_of, run, until
 from support.free_ports import free_ports
 
-from scheduler_plugins.router.endpoints.app_keys import METRICS, SHARED
+from scheduler_plugins.router.endpoints.app_keys import METRICS
 from scheduler_plugins.router.engines import slow_probes
 from scheduler_plugins.router.engines.engine import BackendEngine
 from scheduler_plugins.router.engines.observed import SharedHistory
-from scheduler_plugins.router.engines.pool import LEAVE_LOOK_S, EnginePool
+from scheduler_plugins.router.engines.pool import LEAVE_LOOK_S
 from scheduler_plugins.router.engines.role_state import Decision
 from scheduler_plugins.router.index.prompt_keys import PromptKeys
 from scheduler_plugins.router.metrics import Metrics
@@ -41,16 +41,6 @@ def slow_to_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_exchange, "FORGOTTEN_S", 10.0)
 
 
-@asynccontextmanager
-async def engines(count: int = 3) -> AsyncIterator[list[FakeEngine]]:
-    fakes = [FakeEngine(f"e{n}", engine_id=f"engine-{n}") for n in range(count)]
-    for fake in fakes:
-        await fake.start()
-    yield fakes
-    for fake in fakes:
-        await fake.die()
-
-
 def config_of(fakes: Sequence[FakeEngine], **more: Any) -> RouterConfig:
     sides = {"prefill": (fakes[0].url,), "decode": tuple(fake.url for fake in fakes[1:])}
     return RouterConfig(**sides, **FAST, **more)
@@ -60,16 +50,6 @@ def worker(
     config: RouterConfig, folder: Path, number: int, table: mmap.mmap, router_id: str = "r"
 ) -> RouterServer:
     return RouterServer(config, place=WorkerPlace(router_id, folder, number, 2, table))
-
-
-def pool_of(one: RouterServer) -> EnginePool:
-    pool = one.app[SHARED].pool
-    assert isinstance(pool, EnginePool)
-    return pool
-
-
-def engine_of(one: RouterServer, fake: FakeEngine) -> BackendEngine:
-    return next(engine for engine in pool_of(one).engines if engine.url == fake.url)
 
 
 @asynccontextmanager

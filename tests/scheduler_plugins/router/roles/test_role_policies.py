@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_engines import Known
 
+from pd_bench.roles.arrow_paper import ArrowPaper
 from pd_connector.errors import ConfigError
 from scheduler_plugins.cost.model import CostModel
 from scheduler_plugins.router.policies.base import Role
@@ -184,9 +185,9 @@ def test_mixed_lends_an_engine_and_takes_it_home() -> None:
 def test_arrow_has_a_margin_and_the_paper_has_none() -> None:
     near = fleet({"p0": 0.0, "p1": 0.0}, {"d0": 88_000})
     assert [one.role for one in create("arrow").decide(near, NOW_S)] == [D]
-    assert not create("arrow_paper").decide(near, NOW_S)
+    assert not ArrowPaper().decide(near, NOW_S)
     idle = fleet({"p0": 0.0}, {"d0": 0, "d1": 1000})
-    assert create("arrow_paper").decide(idle, NOW_S)  # it flips whatever is empty
+    assert ArrowPaper().decide(idle, NOW_S)  # it flips whatever is empty
     assert not create("arrow").decide(idle, NOW_S)
 
 
@@ -204,7 +205,7 @@ def test_an_unknown_name_is_refused_with_the_known_names() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from([name for name in ROLES if name != "arrow_paper"]),
+    st.sampled_from([*ROLES]),
     st.integers(1, 6),
     st.integers(1, 6),
     st.floats(0, 20),
