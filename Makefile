@@ -35,10 +35,7 @@ doctor: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	.venv/bin/lint-imports --no-logo --no-cache
-	$(PY) ci/words
-	@ci/docs
+	@ci/beside '$(PY) -m mypy' '.venv/bin/lint-imports --no-logo --no-cache && $(PY) ci/words && ci/docs'
 
 # The door to SGLang is tested with SGLang, which has an environment of its own.
 SGLANG := .venv-sglang/bin/python
@@ -62,7 +59,7 @@ quiet: setup-tests
 	$(PYTEST) -m quiet --timeout=300 $(QUIET)
 
 sglang-door: setup-tests
-	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest tests/sglang_door --timeout=300; \
+	@if [ -e .venv-sglang/.setup-done ]; then $(SGLANG) -m pytest --durations=15 tests/sglang_door --timeout=300; \
 		else echo "SKIPPED: tests/sglang_door (read .venv-sglang/setup.log, run ci/setup-sglang)"; fi
 
 # Engines mostly start and wait: two files at a time, each worker with a pair and a reference of its own (the folders'
@@ -79,7 +76,7 @@ states: setup-tests
 # `waiting` tests the doors to vLLM with the version in .venv, this with the newest.
 NEWEST := .venv/vllm-0.33
 newest-vllm: setup-tests
-	@if [ -e $(NEWEST)/.setup-done ]; then PYTHONPATH=$(CURDIR)/$(NEWEST) OMP_NUM_THREADS=1 $(PYTEST) --timeout=300 -n 2 tests/vllm tests/scheduler_plugins/vllm; \
+	@if [ -e $(NEWEST)/.setup-done ]; then PYTHONPATH=$(CURDIR)/$(NEWEST) VLLM_CACHE_ROOT=$(CURDIR)/$(NEWEST)/.cache OMP_NUM_THREADS=1 $(PYTEST) --timeout=300 -n 2 tests/vllm tests/scheduler_plugins/vllm; \
 		else echo "SKIPPED: tests/vllm with vLLM 0.33 (read $(NEWEST).log, run ci/setup-vllm33)"; fi
 
 # The door to Ray is tested in an environment of its own, too, which is laid over .venv.

@@ -64,6 +64,7 @@ def test_lint_builds_the_site(tmp_path: Path):
         script.parent.mkdir(parents=True, exist_ok=True)
         script.write_text("#!/bin/sh\ncase $0 in *docs) exit 7;; esac\n")
         script.chmod(0o755)
+    shutil.copy(ROOT / "ci/beside", tmp_path / "ci")
     done = subprocess.run(
         ["make", "lint", "PY=true"],
         cwd=tmp_path,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernels as they are compiled for sm_90a, executed without a GPU."""
 
-import pytest
 from executed import executed
 
 SMALL = (
@@ -68,10 +67,9 @@ def test_shapes_of_other_kernels_tests_are_right() -> None:
     assert executed(*PEERS) == dict.fromkeys(PEERS, "")
 
 
-@pytest.mark.parametrize("seed", [0, 11])
-def test_results_are_those_of_the_reference(seed: int) -> None:
-    """In lockstep; and in turns by chance, with the TMA's loads in any order."""
-    assert executed(*SMALL, seed=seed) == dict.fromkeys(SMALL, "")
+def test_results_are_those_of_the_reference() -> None:
+    """In turns by chance, with the TMA's loads in any order. The other tests execute in lockstep."""
+    assert executed(*SMALL, seed=11) == dict.fromkeys(SMALL, "")
 
 
 def test_a_public_function_launches_its_kernel_for_tensors_of_a_gpu() -> None:

@@ -35,6 +35,9 @@ class Recipe:
     forked: bool = True
     """Started within seconds (`support.engine_nursery`); False for as users start it."""
 
+    sleeps: bool = True
+    """While it is idle. By default its loop has no pause, and takes a core from those that compute."""
+
     patient: bool = False
     """Waits for its pool, and loads all that the pool has. Otherwise a busy machine decides what is loaded."""
 
@@ -62,7 +65,7 @@ class Recipe:
             page_size=self.page_size,
             tp=self.tp,
             name=name,
-            args=[*EXACT_ARGS, *([SLEEPS] if self.forked else []), *self.args],
+            args=[*EXACT_ARGS, *([SLEEPS] if self.sleeps else []), *self.args],
             env=env,
             log_path=log,
             port=port,
@@ -76,13 +79,13 @@ CHUNK_TOKENS = 128
 CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
 SLEEPS = "--sleep-on-idle"
-"""SGLang's loop has no pause by default: each idle engine would take a core from those that compute. A new request ends the sleep."""
+"""A new request ends the sleep. Engines that are not forked sleep up to a second."""
 REFERENCE = Recipe(None, args=("--disable-radix-cache",))
 """It runs beside all pairs."""
 SHORT_LEASE = '{"lease_s": 10}'  # what nobody fetches is given back soon
-PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE, forked=False)
+PREFILL = Recipe("prefill", 16, args=CHUNKED, config=SHORT_LEASE)
 DECODE = Recipe("decode", 16, config=SHORT_LEASE, forked=False)
-"""One pair is started as users start it: each of its processes is an interpreter that finds our plug-ins itself."""
+"""One engine is started as users start it: each of its processes is an interpreter that finds our plug-ins itself."""
 PERMITS_INT8 = '{"codec": "int8"}'  # used where both engines permit it
 SMALL_PAGES = Recipe("prefill", 1, args=CHUNKED, config=PERMITS_INT8)
 LARGE_PAGES_TOKENS = 2560

@@ -16,8 +16,14 @@ from pd_connector.tools.launch.client import HttpError
 CONTEXT = 1024
 LONGEST = CONTEXT - 7
 """SGLang keeps a few tokens of its context for itself."""
-SHORT = Recipe("prefill", 16, args=(*CHUNKED, "--context-length", str(CONTEXT)), config=SHORT_LEASE)
-LONG = Recipe("decode", 16, config=SHORT_LEASE)
+SHORT = Recipe(
+    "prefill",
+    args=(*CHUNKED, "--context-length", str(CONTEXT)),
+    config=SHORT_LEASE,
+    sleeps=False,
+)
+LONG = Recipe("decode", config=SHORT_LEASE, sleeps=False)
+"""The one pair whose idle loops have no pause, as by default."""
 
 
 @pytest.fixture
