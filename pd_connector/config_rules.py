@@ -4,7 +4,8 @@
 Every error names the config key, the value found, and what to do.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pd_connector.errors import ConfigError
@@ -40,6 +41,7 @@ def _within(name: str, least: float, most: float, unit: str = "") -> _Rule:
 
 _RULES = (
     _Rule("model_id", lambda text: len(text) <= 256, "must have 256 characters at most"),
+    _Rule("model_id", lambda text: text.isprintable(), "must be text that can be printed"),
     _Rule(
         "audit",
         lambda audit: isinstance(audit, str) or 0 < audit <= 1,
@@ -56,9 +58,24 @@ _RULES = (
 )
 
 
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError if it has a key twice: JSON's readers take the last one without a word."""
+    values = dict[str, Any]()
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"key {name!r} is there twice: leave one out")
+        values[name] = value
+    return values
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_each_once)
+"""Reads JSON that people write. A key that an object has twice is a ValueError, as what is not JSON."""
+
+
 def wrong(name: str, value: object, required: str) -> ConfigError:
     """The error about one value."""
-    return ConfigError(f"{name} {value}: {required} (config key {name})")
+    shown = repr(value) if isinstance(value, str) and not value.isprintable() else value
+    return ConfigError(f"{name} {shown}: {required} (config key {name})")
 
 
 def value_problems(values: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -7,6 +7,10 @@ from urllib.parse import urlsplit
 
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _PLAIN = re.compile(rb"[A-Za-z0-9_.-]+")
+_USER = re.compile(r"(?<=://)([^:@/?#]*):.*(?=@)")
+_TOKEN = re.compile(r"(?<=://)(?!:)[^:@/?#]+(?=@)")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_QUERY = re.compile(r"([?&][^=&#]*(?:pass|pwd|secret|token|key|auth)[^=&#]*=)[^&#]+", re.IGNORECASE)
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 """Name or number of a network interface."""
 
@@ -81,6 +85,18 @@ def stray_character(text: str) -> str:
     return f"it has {stray!r} in it" if stray else ""
 
 
+def without_secret(text: str) -> str:
+    """An address for people, without the password that it has, or that a mistake may have put into it."""
+    text = _QUERY.sub(r"\1***", text)
+    before, at, host = text.rpartition("@")
+    if "://" in text or not at:
+        return _TOKEN.sub("***", _USER.sub(r"\1:***", text))
+    scheme = match[0] if (match := _SCHEME.match(before)) else ""
+    rest = before.removeprefix(scheme)
+    is_path = rest.startswith("/") and not rest.startswith("//") and ":" not in rest
+    return text if is_path else f"{scheme}***@{host}"
+
+
 def server_url(given: str) -> str:
     """The base URL of an HTTP server, `http://` in front where it has no scheme, without `/v1` at its end.
 
@@ -104,8 +120,8 @@ def server_url(given: str) -> str:
     host = parts.hostname or ""
     if parts.scheme not in ("http", "https") or not is_host(host) or host.isdigit() or port == 0:
         raise ValueError(form)
-    if parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{form}, without query, fragment or user name")
+    if parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"{form}, without query, fragment, user name or password")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 

@@ -49,6 +49,7 @@ app = typer.Typer(
     cls=Commands,
     add_completion=False,
     context_settings=SETTINGS,
+    pretty_exceptions_show_locals=False,  # keys may be among them; older typer's default shows them
     help="The router, the simulator of a cluster, a planner, and an engine to try them with. "
     "Options without a command are those of serve.",
 )

@@ -2,6 +2,7 @@
 """A config is right, or the error says which key, which value, and what to do."""
 
 import secrets
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from pd_connector.config import CODEC_GROUP, CODECS, HOST_VARIABLE, KEY_VARIABLE
 from pd_connector.control.keys import new_key
 from pd_connector.errors import ConfigError
 from pd_connector.kv.coding import CODINGS
+from pd_connector.sglang.settings import load_config
 
 KEY = "a secret of more than thirty-two characters"
 
@@ -319,3 +321,29 @@ def test_a_key_of_the_release_before_has_no_effect_and_is_named(
 ) -> None:
     assert Config.load({"weights": "full"}, {}) == Config.load({}, {})
     assert "config key weights" in caplog.text
+
+
+def test_the_variable_of_an_sglang_engine_has_each_key_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"PD_CONNECTOR_CONFIG: key 'slots' is there twice"):
+        load_config('{"slots": 4, "slots": 8}')
+    file = tmp_path / "config.json"
+    file.write_text('{"slots": 4}')
+    assert load_config(f"@{file}\n").slots == 4
+    file.write_text('{"slots": 4, "slots": 8}')
+    with pytest.raises(ConfigError, match=rf"{file}'?: key 'slots' is there twice"):
+        load_config(f"@{file}")
+
+
+def test_a_name_that_is_not_text_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ConfigError, match=r"model_id '\\ud800': must be text") as raised:
+        _load(model_id="\ud800")
+    str(raised.value).encode()
+
+
+@pytest.mark.parametrize(
+    "text", ['@{"key": "KEY"}', '{"key": "KEY"', '{"key": ["KEY"]}', '["KEY"]']
+)
+def test_the_key_in_the_variable_of_an_sglang_engine_is_not_shown(text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(text.replace("KEY", KEY))
+    assert KEY not in str(raised.value)

@@ -6,7 +6,15 @@ import pytest
 from pd_connector.config import Config
 from pd_connector.control.addresses import numeric
 from pd_connector.control.resolver import canonical
-from pd_connector.hosts import is_host, is_loopback, is_wildcard, matches, numeric_address
+from pd_connector.hosts import (
+    is_host,
+    is_loopback,
+    is_wildcard,
+    matches,
+    numeric_address,
+    server_url,
+    without_secret,
+)
 
 ZONES = (
     "::1%lo]:0;[2001:db8::5",
@@ -72,6 +80,34 @@ def test_names_and_addresses_are_hosts(host: str) -> None:
 @pytest.mark.parametrize("host", ["", "x..y", "a" * 64, "a:1", "[::1]", "a/b", "a b", "u@a"])
 def test_what_no_machine_can_be_called_is_none(host: str) -> None:
     assert not is_host(host)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("redis://u:PW@h:1/0", "redis://u:***@h:1/0"),
+        ("redis://:PW@h", "redis://:***@h"),
+        ("redis://PW@h", "redis://***@h"),
+        ("u:PW@h:1", "u:***@h:1"),
+        ("PW@h:1", "***@h:1"),
+        ("redis:/u:PW@h", "redis:***@h"),
+        ("//PW@h", "***@h"),
+        ("http://h?Token=PW&a=b", "http://h?Token=***&a=b"),
+        ("s3://b/c@d?endpoint=https://u:PW@h", "s3://b/c@d?endpoint=https://u:***@h"),
+        ("lmcache:/a@b", "lmcache:/a@b"),
+        ("http://h:8000", "http://h:8000"),
+    ],
+)
+def test_an_address_for_people_has_no_password(written: str, shown: str) -> None:
+    assert without_secret(written) == shown
+
+
+@pytest.mark.parametrize("url", ["http://:PW@h:1", "http://u:PW@h:1", "u:PW@h:1", "http://PW@h"])
+def test_a_url_with_a_password_is_refused(url: str) -> None:
+    """It would be the engine's name in metrics, logs and pages."""
+    with pytest.raises(ValueError, match="user name or password") as raised:
+        server_url(url)
+    assert "PW" not in str(raised.value)
 
 
 @pytest.mark.parametrize("host", ["x..y", f"{'a' * 64}.example"])

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,8 @@ _BUFFERS = 4
 """Most chunks that are being read, or are not placed yet."""
 _READERS = 2
 _BRINGERS = 8
-"""Threads that wait for chunks of a far store, so that chunks of this host do not wait behind them."""
+"""Threads that wait for chunks of a far store, so that chunks of this host do not wait behind them. Another thread has the
+chunks of each load brought as soon as the load begins."""
 
 
 class Arranged(NamedTuple):
@@ -71,20 +72,21 @@ class Readers:
         # A request waits for these threads: they have the agent's priority.
         self.threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
         self.bringers = ThreadPoolExecutor(_BRINGERS, "pd-pool-bring")
+        self.askers = ThreadPoolExecutor(1, "pd-pool-ask")
         self.buffers: queue.SimpleQueue[ReadBuffer] = queue.SimpleQueue()
         for _ in range(_BUFFERS):
             self.buffers.put(ReadBuffer())
         self._under_way = set[Future[None]]()
 
     def submit(self, threads: ThreadPoolExecutor, work: Callable[[], None]) -> None:
-        """Run a function in a thread of `threads` or `bringers`. Raises RuntimeError after `close`."""
+        """Run a function in a thread of `threads`, `bringers` or `askers`. Raises RuntimeError after `close`."""
         future = threads.submit(work)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
 
     def close(self, wait_s: float = 0.0) -> None:
         """End the threads and drop their reads. Waits for reads that are under way, at most `wait_s` seconds."""
-        for threads in (self.bringers, self.threads):
+        for threads in (self.askers, self.bringers, self.threads):
             threads.shutdown(wait=False, cancel_futures=True)
         wait(list(self._under_way), wait_s)
 
@@ -96,6 +98,7 @@ class _Filling:
     Attributes:
         facts: the model that the load is for.
         waits: numbers of the chunks that are not placed yet and not given up.
+        afar: numbers of those that a far store has and that are not on this host yet.
         stop: number of the first unusable chunk. Chunks from it on are not placed.
         cause: why that chunk is unusable.
         miss: the pool's miss cause, if the chunk itself is unusable.
@@ -115,6 +118,7 @@ class _Filling:
     comparison: Comparison | None = None
     routes: set[Route] = field(default_factory=set)
     writers: set[bytes] = field(default_factory=set)
+    afar: set[int] = field(default_factory=set)
 
     def wants(self, number: int) -> bool:
         """Whether this chunk is still to be placed."""
@@ -176,12 +180,20 @@ class ChunkLoads:
     @property
     def due_s(self) -> float:
         """When `tick` must be called at the latest, in seconds, monotonic."""
-        return min((load.moved_s + _STALL_S for load in self._fillings), default=float("inf"))
+        return min(map(self._stalls_s, self._fillings), default=float("inf"))
+
+    def _stalls_s(self, filling: _Filling) -> float:
+        """When a load is given up. Chunks of a far store come one after another, so a load whose next chunk is there is not
+        stalled while others come."""
+        moved_s = filling.moved_s
+        if min(filling.waits, default=-1) in filling.afar:
+            moved_s = max(moved_s, self._loader.far_moved_s)
+        return moved_s + _STALL_S
 
     def tick(self) -> None:
         """Give up stalled loads and their threads. Start the other loads again: another tier may have their chunks."""
         now = time.monotonic()
-        stalled = [load for load in self._fillings if now >= load.moved_s + _STALL_S]
+        stalled = [load for load in self._fillings if now >= self._stalls_s(load)]
         for filling in stalled:
             detail = f"the store has not answered for {_STALL_S:g} s"
             filling.fail(min(filling.waits), Cause.STALLED, detail)
@@ -219,15 +231,27 @@ class ChunkLoads:
 
     def _begin_reads(self, filling: _Filling) -> None:
         """Read the chunks that the load still waits for."""
-        for chunk in filling.fill.chunks:
-            if chunk.number not in filling.waits:
-                continue
-            if self._loader.comes_from_afar(chunk):
-                work = partial(self._bring, self._readers, filling, chunk)
-                self._readers.submit(self._readers.bringers, work)
-            else:
+        chunks = [chunk for chunk in filling.fill.chunks if chunk.number in filling.waits]
+        afar = [chunk for chunk in chunks if self._loader.comes_from_afar(chunk)]
+        numbers = {chunk.number for chunk in afar}
+        filling.afar = set(numbers)
+        if afar:
+            ask = partial(self._prefetch, self._readers, filling, afar)
+            self._readers.submit(self._readers.askers, ask)
+        for chunk in chunks:
+            if chunk.number not in numbers:
                 work = partial(self._read, self._readers.buffers, filling, chunk)
                 self._readers.submit(self._readers.threads, work)
+
+    def _prefetch(self, readers: Readers, filling: _Filling, chunks: Sequence[PromptChunk]) -> None:
+        """Have chunks of a far store brought in one row, and then wait for each."""
+        try:
+            self._loader.prefetch(chunks)
+        except Exception:
+            logger.exception("pool: chunks were not requested in one row; each is requested alone")
+        with contextlib.suppress(RuntimeError):  # ended meanwhile: the load begins again
+            for chunk in chunks:
+                readers.submit(readers.bringers, partial(self._bring, readers, filling, chunk))
 
     def _bring(self, readers: Readers, filling: _Filling, chunk: PromptChunk) -> None:
         """Wait for a chunk of a far store, then have it read. A thread that only waits calls it."""
@@ -235,6 +259,8 @@ class ChunkLoads:
         if filling.wants(chunk.number):
             try:
                 self._loader.bring(chunk)
+                filling.moved_s = time.monotonic()
+                filling.afar.discard(chunk.number)
                 # Ended meanwhile: the load begins again.
                 with contextlib.suppress(RuntimeError):
                     work = partial(self._read, readers.buffers, filling, chunk)

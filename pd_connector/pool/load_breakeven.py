@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.store.base import FAR, Found
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 30.0
@@ -18,6 +19,14 @@ LONGEST_PAUSE_S = 30.0
 
 _NEW = 0.5
 """Weight of a new measurement. Two of them suffice to notice that a speed has changed."""
+_MOST_WAIT = 0.5
+"""A load that has waited for others for more than this part of its time measures no speed: how long it waited is an
+estimate."""
+
+
+def longest_wait_s(hits: Sequence[Found]) -> float:
+    """How long a load of these chunks waits until its first chunk of the far store can come, in seconds."""
+    return max((hit.wait_s for hit in hits), default=0.0)
 
 
 @dataclass
@@ -67,12 +76,20 @@ class LoadBreakeven:
         new = seconds / tokens
         self._token_s = new if self._token_s is None else (1 - _NEW) * self._token_s + _NEW * new
 
-    def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
-        """A load from one tier has ended: these bytes were read, verified and written into pages in this time."""
+    def loaded(self, tier: str, nbytes: int, seconds: float, wait_s: float = 0.0) -> None:
+        """A load from one tier has ended: these bytes were read, verified and written into pages in this time.
+
+        Args:
+            wait_s: about how much of it other loads took before, in seconds.
+        """
         measured = self._tier(tier)
+        measured.silent = _Pause()
+        if wait_s > _MOST_WAIT * seconds:
+            return
+        seconds -= wait_s
         old = 1 - _NEW if measured.measured and not measured.probed else 0.0
         measured.byte_s = old * measured.byte_s + (1 - old) * seconds / nbytes
-        measured.measured, measured.probed, measured.silent = True, False, _Pause()
+        measured.measured, measured.probed = True, False
 
     def bytes_per_s(self) -> dict[str, float]:
         """The measured speed of each tier that something was loaded from."""
@@ -80,9 +97,14 @@ class LoadBreakeven:
         measured = [(name, tier) for name, tier in list(self._tiers.items()) if tier.byte_s > 0]
         return {name: 1 / tier.byte_s for name, tier in measured}
 
+    def seconds(self, tier: str, nbytes: int) -> float:
+        """How long it takes to load these bytes from a tier; 0 if its speed is not measured."""
+        return nbytes * self._tier(tier).byte_s
+
     def silent(self, tier: str, now: float) -> None:
-        """A tier did not answer in time."""
-        self._tier(tier).silent.begin(now)
+        """A tier did not answer in time. Several loads under way can say so; only probes prolong the pause."""
+        if not (pause := self._tier(tier).silent).length_s:
+            pause.begin(now)
 
     def probe(self, hit: Sequence[tuple[str, int]], now: float) -> int | None:
         """The place of a chunk that is to be read as a probe, if its tier was left alone for long enough.
@@ -98,19 +120,26 @@ class LoadBreakeven:
                     return place
         return None
 
-    def probed(self, tier: str, nbytes: int, seconds: float) -> None:
-        """A probe has ended: the tier has this speed at best."""
+    def probed(self, tier: str, nbytes: int, seconds: float, wait_s: float = 0.0) -> None:
+        """A probe has ended: the tier has this speed at best.
+
+        Args:
+            wait_s: as for `loaded`.
+        """
         measured = self._tier(tier)
         measured.silent = _Pause()
-        measured.byte_s = seconds / nbytes
+        if wait_s > _MOST_WAIT * seconds:
+            return
+        measured.byte_s = (seconds - wait_s) / nbytes
         measured.measured = measured.probed = True
 
-    def chunks(self, hit: Sequence[tuple[str, int]], now: float) -> int:
+    def chunks(self, hit: Sequence[tuple[str, int]], now: float, wait_s: float = 0.0) -> int:
         """How many chunks of a hit to load, from its first one on.
 
         Args:
             hit: tier and bytes of each chunk, in the order of the prompt.
             now: of any steady clock, in seconds.
+            wait_s: how long other chunks are on their way before the first one of tier `FAR` can come, in seconds.
         """
         silent = (n for n, (tier, _) in enumerate(hit) if self._tier(tier).silent.length_s)
         hit = hit[: next(silent, len(hit))]
@@ -122,9 +151,10 @@ class LoadBreakeven:
             slow = self._tier(hit[best][0]).slow
             if not slow.length_s:
                 slow.begin(now)
-        return best
+        # A tier is not slow because others are loading from it.
+        return self._best(hit, wait_s) if wait_s else best
 
-    def _best(self, hit: Sequence[tuple[str, int]]) -> int:
+    def _best(self, hit: Sequence[tuple[str, int]], wait_s: float = 0.0) -> int:
         """The number of chunks that saves most time."""
         if self._token_s is None:
             # Loads never show how long computing takes: the last chunk of the next hit is computed, to measure it.
@@ -132,6 +162,8 @@ class LoadBreakeven:
             return len(hit) - measured
         best, most, saved = 0, 0.0, 0.0
         for place, (name, nbytes) in enumerate(hit):
+            if name == FAR:
+                saved, wait_s = saved - wait_s, 0.0
             saved += CHUNK_TOKENS * self._token_s - nbytes * self._tier(name).byte_s
             if saved >= most:
                 best, most = place + 1, saved

@@ -3,6 +3,7 @@
 
 import mmap
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pd_connector.errors import Miss, PoolError
@@ -89,10 +90,19 @@ class Loader:
         """Whether `bring` waits for a far store."""
         return not self._store.brings_at_once(chunk.key)
 
+    def prefetch(self, chunks: Sequence[PromptChunk]) -> None:
+        """Have chunks of a far store brought to this host in one row, before `bring` waits for each."""
+        self._store.prefetch([chunk.key for chunk in chunks])
+
     def bring(self, chunk: PromptChunk) -> None:
         """Bring a chunk to this host before it is read, so that no buffer is held during the wait for a far store.
         Raises PoolError."""
         self._store.bring(chunk.key)
+
+    @property
+    def far_moved_s(self) -> float:
+        """When a chunk last came from a far store, on the steady clock."""
+        return self._store.far_moved_s
 
     def read(self, chunk: PromptChunk, facts: ModelFacts, buffer: ReadBuffer) -> ReadChunk:
         """Read and verify a chunk that is on this host. A chunk of a far store must be brought first (`bring`).

@@ -73,7 +73,7 @@ class PoolSettings(NamedTuple):
     def try_out(self) -> None:
         """Whether `open` would work. Raises ConfigError as `open` does, before an engine reads its weights."""
         make_above(self.memory.path)
-        if self.memory.path.is_dir():  # else no other engine uses it
+        if os.path.isdir(self.memory.path):  # else no other engine uses it
             LocalStore(self.memory, self.disk, visits=True).close()
 
 
@@ -151,7 +151,9 @@ def _problems(given: Mapping[str, object]) -> Iterator[str]:
 def _memory(given: Mapping[str, object], environment: Mapping[str, str]) -> Space:
     path = memory_folder(environment)
     shm = path.parents[1]
-    kind = file_system(shm) if shm.is_dir() else ""
+    if not shm.is_absolute():
+        raise ConfigError(f"{shm}: must be the absolute path of a tmpfs (variable {SHM_VARIABLE})")
+    kind = file_system(shm) if os.path.isdir(shm) else ""
     if kind not in ("tmpfs", "ramfs"):
         raise ConfigError(
             f"{shm}: is {kind or 'not there'}, not tmpfs: the pool keeps chunks in memory; mount a tmpfs there, or name "
@@ -228,7 +230,8 @@ def bytes_of(value: object) -> int | None:
         return None
     number, unit, binary = match.groups()
     power = _UNITS[unit.upper()]
-    return int(float(number) * (1 << power if binary else 1000 ** (power // 10)))
+    nbytes = float(number) * (1 << power if binary else 1000 ** (power // 10))
+    return int(nbytes) if nbytes < float("inf") else None
 
 
 def _switch(name: str, value: object) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from pd_connector.agent.thread_priority import prefer_this_thread
@@ -71,6 +72,8 @@ class HeldChunk:
         users: requests that hold it.
         ready: the chunk; None while it is read, and if it cannot be used.
         problem: why it cannot be used.
+        afar: whether it waits for the far store.
+        brought_s: when it came from the far store, on the steady clock; 0: it is of this host, or has not come.
         done: whether reading has ended, also with a problem.
         done_s: when reading ended, on the steady clock.
     """
@@ -81,6 +84,8 @@ class HeldChunk:
     users: int = 0
     ready: Ready | None = None
     problem: tuple[Miss | str, str] | None = None
+    afar: bool = False
+    brought_s: float = 0.0
     done: bool = False
     done_s: float = 0.0
 
@@ -106,6 +111,17 @@ class HeldChunks:
         self._threads = ThreadPoolExecutor(_READERS, "pd-pool-load", initializer=prefer_this_thread)
         self._bringers = ThreadPoolExecutor(_BRINGERS, "pd-pool-bring")
 
+    @property
+    def far_moved_s(self) -> float:
+        """When a chunk last came from the far store, on the steady clock."""
+        return self._loader.far_moved_s
+
+    def fitting(self, hits: Sequence[Found]) -> int:
+        """For how many of these chunks, from the first one on, there is room."""
+        with self._lock:
+            room = MOST_HELD_BYTES - self.nbytes
+        return sum(total <= room for total in accumulate(hit.nbytes for hit in hits))
+
     def hold(self, chunk: PromptChunk, hit: Found, facts: ModelFacts) -> HeldChunk | None:
         """Hold a chunk, and read it unless it was read for another request. None: there is no room.
 
@@ -123,6 +139,7 @@ class HeldChunks:
                 self._held[chunk.key] = held
                 self.nbytes += hit.nbytes
                 if hit.tier == FAR:
+                    held.afar = True
                     self._bringers.submit(self._bring, held, facts)
                 else:
                     self._threads.submit(self._read, held, facts)
@@ -157,6 +174,7 @@ class HeldChunks:
     def _bring(self, held: HeldChunk, facts: ModelFacts) -> None:
         """Wait for a chunk of a far store, then have it read. A thread that only waits calls it."""
         if self._is_wanted(held) and not self._failed(held, lambda: self._loader.bring(held.chunk)):
+            held.brought_s, held.afar = time.monotonic(), False
             with contextlib.suppress(RuntimeError):  # all ends
                 self._threads.submit(self._read, held, facts)
             return

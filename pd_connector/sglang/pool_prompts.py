@@ -19,10 +19,10 @@ from pd_connector.kv.model import ModelFacts
 from pd_connector.pool.client_pins import ClientPins
 from pd_connector.pool.jobs import PromptChunk
 from pd_connector.pool.keys import CHUNK_TOKENS, extend, root, salt_digest, token_bytes
-from pd_connector.pool.load_breakeven import Answers, LoadBreakeven
+from pd_connector.pool.load_breakeven import Answers, LoadBreakeven, longest_wait_s
 from pd_connector.pool.loader import seconds_to_read
 from pd_connector.pool.part_names import part_codec
-from pd_connector.pool.store.base import Found, Store
+from pd_connector.pool.store.base import FAR, Found, Store
 from pd_connector.pool.trust import WriterTrust
 from pd_connector.sglang.pool_chunks import HeldChunk, HeldChunks
 from pd_connector.telemetry import Telemetry
@@ -215,7 +215,8 @@ class PoolPrompts:
             hits = self._usable(chunks, there)
             with self._lock:
                 missing = [(each.tier, each.nbytes) for each in hits[prompt.first :]]
-                pays = min(prompt.first, len(hits)) + self.breakeven.chunks(missing, now)
+                wait_s = longest_wait_s(hits[prompt.first :])
+                pays = min(prompt.first, len(hits)) + self.breakeven.chunks(missing, now, wait_s)
                 idle = pays < len(hits) and (self._probing is None or self._probing.done())
                 probed = self.breakeven.probe(missing, now) if idle else None
             if probed is not None:
@@ -224,7 +225,10 @@ class PoolPrompts:
             if pays < len(hits):
                 self._miss(len(hits) - pays, Miss.NOT_WORTH)
             prompt.chunks = chunks
-            for number in range(prompt.first, pays):
+            required = range(prompt.first, pays)
+            fit = required[: self.held.fitting(hits[prompt.first : pays])]
+            self._store.prefetch([chunks[n].key for n in fit if hits[n].tier == FAR])
+            for number in required:
                 held = self.held.hold(chunks[number], hits[number], prompt.facts)
                 if held is None:
                     self._miss(pays - number, Miss.LATE)
@@ -246,7 +250,7 @@ class PoolPrompts:
         """Read a chunk to measure the store. No request waits for it."""
         if (seconds := seconds_to_read(self._store, key)) is not None:
             with self._lock:
-                self.breakeven.probed(hit.tier, hit.nbytes, seconds)
+                self.breakeven.probed(hit.tier, hit.nbytes, seconds, hit.wait_s)
 
     def _answered(self, seconds: float, now: float) -> None:
         if seconds < _SLOW_S:
@@ -319,12 +323,18 @@ class PoolPrompts:
             prompt.seen, prompt.moved_s = done, now
         if done == len(prompt.held):
             return True
-        if now < prompt.moved_s + STALL_S:
+        if now < self._moved_s(prompt, prompt.held[done]) + STALL_S:
             return False
         with self._lock:
             self.breakeven.silent(prompt.hits[done].tier, now)
         self._miss(1, Cause.STALLED)
         return True
+
+    def _moved_s(self, prompt: PoolPrompt, held: HeldChunk) -> float:
+        """When a prompt's next chunk last came closer. Chunks of the far store come one after another."""
+        if held.afar:
+            return max(prompt.moved_s, self.held.far_moved_s)
+        return max(prompt.moved_s, held.brought_s)
 
     def _usable_chunks(self, prompt: PoolPrompt) -> int:
         """Number of chunks, from a prompt's beginning, that this rank holds or has in its cache. It ends before a chunk
@@ -349,12 +359,13 @@ class PoolPrompts:
             spare, prompt.held = prompt.held[len(used) :], used
             tiers = {hit.tier for hit in prompt.hits[: len(used)]}
             nbytes = sum(hit.nbytes for hit in prompt.hits[: len(used)])
+            wait_s = longest_wait_s(prompt.hits[: len(used)])
             if used:
                 self.chunk_bytes = nbytes // len(used)
             # When the last one was read, not when the scheduler has looked. Read before: for another request.
             seconds = max((held.done_s for held in used), default=0.0) - prompt.began_s
             if seconds > 0 and not spare and len(tiers) == 1:
-                self.breakeven.loaded(tiers.pop(), nbytes, seconds)
+                self.breakeven.loaded(tiers.pop(), nbytes, seconds, wait_s)
         for held in spare:
             self.held.release(held)
 
@@ -367,6 +378,9 @@ class PoolPrompts:
         held = prompt.held[place]
         if held.problem is not None:
             self._miss(1, held.problem[0])
+            if held.problem[0] == Miss.LATE:
+                with self._lock:
+                    self.breakeven.silent(prompt.hits[place].tier, now)
             logger.warning(
                 "request %s: KV from the pool is used up to token %d, the rest of the prompt is computed: %s",
                 *(prompt.rid, chunks * CHUNK_TOKENS, held.problem[1]),

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of an SGLang engine's connector. SGLang has no argument for it, so a variable holds it."""
 
-import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pd_connector.config import CONFIG_VARIABLE, LOOPBACK, Config
+from pd_connector.config_rules import JSON
 from pd_connector.errors import ConfigError
 
 BACKEND = "pd_connector"
@@ -13,17 +15,20 @@ HOST_VARIABLE = "SGLANG_HOST_IP"
 """SGLang's own variable for the address of this host."""
 
 
-def load_config(text: str) -> Config:
-    """The config in a variable's text. Raises ConfigError."""
+def load_config(text: str, environment: Mapping[str, str] = os.environ) -> Config:
+    """The config in a variable's text. Other variables fill in what it leaves out. Raises ConfigError."""
     if not text.strip():
-        return Config.load({"peers": LOOPBACK}, host_variable=HOST_VARIABLE)
+        return Config.load({"peers": LOOPBACK}, environment, HOST_VARIABLE)
     # The text of the variable itself may contain the key, so messages do not repeat it.
-    source = f"{CONFIG_VARIABLE} {text!r}" if text.startswith("@") else CONFIG_VARIABLE
+    text = text.strip()
+    is_file = text.startswith("@")
+    source = f"{CONFIG_VARIABLE} {text!r}" if is_file and "{" not in text else CONFIG_VARIABLE
     try:
-        given = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
-    except (OSError, ValueError) as error:
+        given = JSON.decode(Path(text[1:]).read_text() if is_file else text)
+    except (OSError, ValueError, RecursionError) as error:
+        why = (error.strerror or "cannot be read") if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{source}: {error}; set it to a JSON object of config keys, or to @ "
+            f"{source}: {why}; set it to a JSON object of config keys, or to @ "
             "and the path of a file that holds one"
         ) from None
     if not isinstance(given, dict):
@@ -35,4 +40,4 @@ def load_config(text: str) -> Config:
             "with; leave `audit` out (config key audit). The KV pool knows `first` and `off`"
         )
     # A request names its prefill engine by an address without a seal.
-    return Config.load({"peers": LOOPBACK, **given}, host_variable=HOST_VARIABLE)
+    return Config.load({"peers": LOOPBACK, **given}, environment, HOST_VARIABLE)

@@ -7,18 +7,22 @@ Newer typer has its own click, older typer uses the installed one. So click's ty
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature, cleandoc
+from io import TextIOWrapper
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from pd_connector.errors import did_you_mean
+from pd_connector.errors import PDConnectorError, did_you_mean
 from pd_connector.tools.missing import named_if_missing
 
+FAILED = 1
 WRONG_USE = 2
 INTERRUPTED = 130
 _Refusal: Any = typer.BadParameter.__mro__[2]
@@ -37,16 +41,41 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments without the name; None: this process's arguments.
     """
     given = None if arguments is None else list(arguments)
+    if isinstance(
+        sys.stdout, TextIOWrapper
+    ):  # a terminal that is not UTF-8 has no arrows, and a name can be bytes
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with named_if_missing():
             status = app(args=given, prog_name=name, standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at Python's own exit it is too late to say what is wrong
     except _Refusal as error:
-        return _refused(error, name)
+        return _refused(error, name, sys.argv[1:] if given is None else given)
     except (typer.Abort, KeyboardInterrupt):
         status = INTERRUPTED
+    except PDConnectorError as error:  # its text is for users
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _not_written(error)
     if status == INTERRUPTED:
         print("interrupted", file=sys.stderr)
     return status if type(status) is int else 0
+
+
+def _not_written(error: OSError) -> int:
+    """End after a full disk, or quietly if the reader of standard output, such as `head`, has had enough. Returns the exit
+    status."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # Python flushes standard output once more at its exit
+    os.close(nowhere)
+    if error.errno != errno.EPIPE:
+        where = error.filename or "standard output, or a file that this command writes"
+        print(f"failed: {where}: {error.strerror}; make room there", file=sys.stderr)
+    return FAILED
 
 
 def not_known(kind: str, name: str, names: Iterable[str]) -> str:
@@ -55,7 +84,7 @@ def not_known(kind: str, name: str, names: Iterable[str]) -> str:
     return f"{kind} {name!r} is not known{'; ' + near if near else ''}"
 
 
-def _refused(error: Any, name: str) -> int:
+def _refused(error: Any, name: str, arguments: Sequence[str]) -> int:
     """Print an error, and where to read more. Returns the exit status."""
     path = error.ctx.command_path if getattr(error, "ctx", None) else name
     if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help
@@ -63,9 +92,21 @@ def _refused(error: Any, name: str) -> int:
     if hasattr(error, "possibilities"):
         said = not_known("option", error.option_name, error.possibilities or ())
     else:
-        said = " ".join(error.format_message().split())
+        said = " ".join(error.format_message().split()).replace("Value error, ", "")
+        if "Input should" in said:  # which does not say what it is
+            said = said.replace("Input should", f"{_value_of(error, arguments)!r}: should")
     print(f"{path}: {said}\n{path} --help tells more", file=sys.stderr)
     return int(error.exit_code)
+
+
+def _value_of(error: Any, arguments: Sequence[str]) -> str:
+    """What the user gave for the option of an error; empty if that is not known."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for argument, following in pairwise([*arguments, ""]):
+        option, equals, value = argument.partition("=")
+        if option in names:
+            return value if equals else following
+    return ""
 
 
 def _show_version(given: bool) -> None:

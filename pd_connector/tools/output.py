@@ -10,11 +10,11 @@ import typer
 
 def write_problem(path: Path) -> str:
     """Why this file cannot be written; empty if it can. Creates nothing."""
-    if path.is_dir():
+    if os.path.isdir(path):
         return f"{path}: is a folder; name a file"
-    if path.exists():
+    if os.path.exists(path):
         return "" if os.access(path, os.W_OK) else f"{path}: cannot be written"
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return f"{path}: there is no folder {path.parent}"
     if not os.access(path.parent, os.W_OK | os.X_OK):
         return f"{path}: nothing can be written in {path.parent}"

@@ -72,6 +72,8 @@ class StepCommands(KVConnectorMetadata):
     over: list[str] = field(default_factory=list)
     # How often each rank's weights have changed, as far as the scheduler knows.
     weight_changes: Mapping[int, int] = field(default_factory=dict)
+    # Commands from before the scheduler knew of the last of these changes. They come first.
+    of_before: list[Command] = field(default_factory=list)
 
 
 @dataclass

@@ -126,6 +126,7 @@ class SchedulerSide:
             # It saves a request's pages before another part keeps them.
             self._parts.insert(1, self.pool)
         self._commands: list[Command] = []
+        self._of_before: list[Command] = []  # from before the last change of weights
         self._gauges = RankGauges()
         self._weights_may_change = False
         self._workers_called = False
@@ -213,8 +214,10 @@ class SchedulerSide:
 
     def take_step(self, output: "SchedulerOutput") -> StepCommands:
         """Commands for the workers since the last step, and what this step computes."""
-        step = StepCommands(self._commands, weight_changes=dict(self._stale.changes))
-        self._commands = []
+        step = StepCommands(
+            self._commands, weight_changes=dict(self._stale.changes), of_before=self._of_before
+        )
+        self._commands, self._of_before = [], []
         self._status.stepped()
         for part in self._parts:
             part.step(output, step)
@@ -252,6 +255,9 @@ class SchedulerSide:
         self._gauges.update(activity.gauges)
         self._stale.distrusted(activity.gauges)
         if self._stale.changed(activity.weight_changes):
+            # vLLM ends the requests of a step before it passes on what the workers say about this step.
+            self._of_before += self._commands
+            self._commands = []
             for part in self._parts:
                 self._commands += part.weights_changed()
         for part in self._parts:
@@ -267,7 +273,7 @@ class SchedulerSide:
         ranks that have not yet reported the end of their transfers. vLLM reports metrics only with steps."""
         expected = self.offers.expected or self._fetching.expected
         moves = self._gauges.under_way(queued=expected)
-        waits = moves or self._workers_called or bool(self._commands)
+        waits = moves or self._workers_called or bool(self._commands or self._of_before)
         return waits or any(part.pending for part in self._parts)
 
     @property

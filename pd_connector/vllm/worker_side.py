@@ -155,7 +155,8 @@ class WorkerSide:
         if self._agent is not None:
             self._agent.engine_steps()
         present = step.weight_changes.get(self._rank, 0) == changes
-        for command in step.commands if present else self._of_before(step.commands):
+        commands = step.commands if present else self._of_before(step.commands)
+        for command in (*self._of_before(step.of_before), *commands):
             if isinstance(command, Load | Fill) and command.compares:
                 self._compared.add(command.request)
             elif isinstance(command, Fill):

@@ -170,7 +170,7 @@ def load(path: Path) -> CostModel:
         if isinstance(content, dict) and "costs" in content:
             content = content["costs"]
         model = msgspec.convert(content, CostModel)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise ProfileError(
             f"{path}: not a cost model ({error}); `pd-connector profile` measures a new one"
         ) from None

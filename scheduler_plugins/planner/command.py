@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -113,7 +114,7 @@ def _made(given: SimpleNamespace, console: Console) -> tuple[Plan, str]:
 
 def _served(model: str) -> str:
     """What engines are told to serve: the model's folder, if its weights are there; empty: not known."""
-    folder = Path(model) if Path(model).is_dir() else Path(model).parent
+    folder = Path(model) if os.path.isdir(model) else Path(model).parent
     return str(folder.absolute()) if model and any(folder.glob("*.safetensors")) else ""
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ def read_model(path: Path) -> Model:
     Raises:
         PlanError: it cannot be read, lacks a size, or has layers without KV.
     """
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if os.path.isdir(path) else path
     try:
         with path.open("rb") as file:
             config = msgspec.json.decode(file.read(MOST_BYTES))
@@ -60,7 +61,7 @@ def read_model(path: Path) -> Model:
         raise PlanError(
             f"model {path}: cannot be read ({error.strerror}); name a config.json or its folder"
         ) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise PlanError(f"model {path}: is not JSON ({error})") from None
     if not isinstance(config, dict):
         raise PlanError(f"model {path}: must be an object, as config.json is")

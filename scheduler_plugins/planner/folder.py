@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ class Started(NamedTuple):
 
 def check(folder: Path) -> list[Finding] | None:
     """What is wrong with the folder of a plan; None if it is none."""
-    if not any((folder / name).exists() for name in (FLEET, ROUTER, PAGE)):
+    if not any(os.path.exists(folder / name) for name in (FLEET, ROUTER, PAGE)):
         return None
     return list(_findings(folder))
 
@@ -58,10 +59,10 @@ def _findings(folder: Path) -> Iterator[Finding]:
 
     # A fleet that has a copy on each node has a router for each.
     of_nodes = [router_name(node) for node in started_nodes(folder)]
-    copied = any((folder / name).exists() for name in of_nodes)
+    copied = any(os.path.exists(folder / name) for name in of_nodes)
     routers = of_nodes if copied else [ROUTER]
     for name in (FLEET, *routers, PAGE):
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             yield wrong(name, "is missing")
     planned: fleet.Fleet | None = None
     for path in [folder / FLEET, *sorted(folder.glob("fleets/*.yaml"))]:
@@ -69,7 +70,7 @@ def _findings(folder: Path) -> Iterator[Finding]:
             read = fleet.load(path)
             planned = read if path.name == FLEET else planned
         except fleet.FleetError as error:
-            if path.exists():
+            if os.path.exists(path):
                 yield wrong(path.name, error)
     started = dict[str, list[Started]]()
     for path in sorted(folder.glob("start-*.sh")):
@@ -90,7 +91,7 @@ def _findings(folder: Path) -> Iterator[Finding]:
     for name, problems in checks.items():
         path = folder / name
         try:
-            if path.exists():
+            if os.path.exists(path):
                 yield from (wrong(name, said) for said in problems(path))
         except (OSError, ValueError, msgspec.DecodeError, PDConnectorError) as error:
             yield wrong(name, error)

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from pd_connector.errors import PDConnectorError
-from pd_connector.hosts import server_url
+from pd_connector.hosts import server_url, without_secret
 from pd_connector.tools.launch.client import Samples
 
 _POOL_TEXT = "In the beginning nobody knew what the seven quiet machines were counting, or why. "
@@ -99,7 +99,10 @@ class EngineClient:
         """Token ids of some text, from which prompts of exact length are made."""
         body = {"model": self.model, "prompt": _POOL_TEXT, "add_special_tokens": False}
         answer = await self._json("POST", "/tokenize", body)
-        return [int(token) for token in answer["tokens"]]
+        try:
+            return [int(token) for token in answer["tokens"]]
+        except (LookupError, TypeError, ValueError):
+            raise AskError(f"{self.url}/tokenize: does not answer as vLLM does: {answer}") from None
 
     async def metrics(self) -> Samples:
         """All samples of `/metrics`."""
@@ -121,7 +124,7 @@ class EngineClient:
                         f"{method} {self.url}{path}: {response.status}{hint}: {text[:500]}"
                     )
                 return json.loads(text)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             raise AskError(
                 f"{method} {self.url}{path}: no answer ({str(error) or type(error).__name__}); is this "
                 "the base URL of a running vLLM, as http://127.0.0.1:8000?"
@@ -138,7 +141,7 @@ async def connect(url: str, api_key: str | None = None) -> AsyncIterator[EngineC
     try:
         url = server_url(url)
     except ValueError as error:
-        raise AskError(f"{url!r}: {error}") from None
+        raise AskError(f"{without_secret(url)!r}: {error}") from None
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
@@ -152,7 +155,7 @@ async def connect(url: str, api_key: str | None = None) -> AsyncIterator[EngineC
             client.model = str(first["id"])
             client.root = str(first.get("root") or client.model)
             client.longest_tokens = int(first["max_model_len"])
-        except (KeyError, IndexError, TypeError, ValueError):
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
             raise AskError(f"{url}/v1/models: does not answer as vLLM does: {served}") from None
         yield client
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -169,7 +170,7 @@ def _estimate(
 
 def _known_as(model: str, name: str) -> str:
     """The model's name on Hugging Face, if its config has one; else its folder."""
-    folder = Path(model) if Path(model).is_dir() else Path(model).parent
+    folder = Path(model) if os.path.isdir(model) else Path(model).parent
     return name if "/" in name else str(folder.absolute())
 
 

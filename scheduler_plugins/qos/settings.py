@@ -8,10 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pd_connector.errors import did_you_mean
+
 SETTINGS_KEY = "pd_scheduler"
 SETTINGS_VARIABLE = "PD_SCHEDULER_CONFIG"
 COST_MODEL_KEY = "pd_cost_model"
 COST_MODEL_VARIABLE = "PD_SCHEDULER_COST_MODEL"
+_KEYS = (SETTINGS_KEY, COST_MODEL_KEY)
 QOS_KEY = "qos"
 """Key for the name of a request's class. In vLLM it is a key of `vllm_xargs`, and so of `SamplingParams.extra_args`; in
 SGLang, of `custom_params`."""
@@ -33,7 +36,11 @@ def cost_model_path(vllm_config: Any) -> Path | None:
 
 def _path(vllm_config: Any, key: str, variable: str) -> Path | None:
     additional = vllm_config.additional_config
-    named = additional.get(key) if isinstance(additional, dict) else None
+    given = additional if isinstance(additional, dict) else {}
+    for name in given:
+        if str(name).startswith("pd") and name not in _KEYS and (near := did_you_mean(name, _KEYS)):
+            raise ValueError(f"--additional-config {name!r}: is not known; {near}")
+    named = given.get(key)
     if named is not None and not isinstance(named, str):
         raise ValueError(f"--additional-config {key} {named!r}: must be the path of a file")
     return Path(named).expanduser() if named else path_in(variable)

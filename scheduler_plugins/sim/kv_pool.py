@@ -27,8 +27,8 @@ class PoolSettings:
         """Raises: ValueError: naming the setting, the value found and the value wanted."""
         if self.blocks < 0:
             raise ValueError(f"pool_blocks {self.blocks}: must be 0 (no pool) or more")
-        if not self.bytes_per_s > 0:
-            raise ValueError(f"pool_bytes_per_s {self.bytes_per_s}: must be above 0")
+        if not 0 < self.bytes_per_s < inf:
+            raise ValueError(f"pool_bytes_per_s {self.bytes_per_s}: must be above 0, and a number")
         if not 0 <= self.latency_s < inf:
             raise ValueError(f"pool_latency_s {self.latency_s}: must be a number from 0 on")
 

@@ -61,6 +61,8 @@ class Network:
         for name in ("", "device_", "node_", "rack_", "other_"):
             if not (value := getattr(self, f"{name}bytes_per_s")) > 0:
                 raise ValueError(f"{name}bytes_per_s {value}: must be above 0")
+            if value == inf and name not in ("rack_", "other_"):  # the clock would stand still
+                raise ValueError(f"{name}bytes_per_s {value}: must be a rate, such as 1e15")
         for name in ("latency_s", "kv_bytes_per_token"):
             if not 0 <= (value := getattr(self, name)) < inf:
                 raise ValueError(f"{name} {value}: must be a number from 0 on")

@@ -65,7 +65,7 @@ def read(path: Path, limit: int | None = None) -> list[Waiting]:
                     break
                 if text.strip():
                     requests.append(_request(n, decoder.decode(text)))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise TraceError(f"{path}, line {n + 1}: {error}") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror})") from None

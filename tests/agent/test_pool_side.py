@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -571,6 +571,8 @@ class Afar:
 
     def __init__(self, store: LocalStore, keys: set[bytes]) -> None:
         self._store, self.keys, self.comes = store, keys, threading.Event()
+        self.asked: list[bytes | list[bytes]] = []
+        self.others_come, self.looks = False, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -578,10 +580,21 @@ class Afar:
     def brings_at_once(self, key: bytes) -> bool:
         return key not in self.keys
 
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        self.asked.append(list(keys))
+
     def bring(self, key: bytes) -> Any:
+        self.asked.append(key)
         if key in self.keys:
             self.comes.wait(120)
+            self.keys.discard(key)
         return self._store.bring(key)
+
+    @property
+    def far_moved_s(self) -> float:
+        """While chunks of others come, one has come just now."""
+        self.looks += 1
+        return time.monotonic() if self.others_come else 0.0
 
 
 def test_chunks_of_this_host_do_not_wait_behind_chunks_from_afar(
@@ -603,6 +616,34 @@ def test_chunks_of_this_host_do_not_wait_behind_chunks_from_afar(
     ended = reader.end_of("far")
     assert isinstance(ended, Finished)
     assert ended.miss is Miss.EVICTED
+
+
+@pytest.mark.parametrize("others_come", [True, False])
+def test_a_load_whose_chunks_wait_behind_others_is_not_stalled(
+    store: LocalStore, rank: Make, monkeypatch: pytest.MonkeyPatch, others_come: bool
+) -> None:
+    monkeypatch.setattr(pool_loads, "_STALL_S", 0.05)
+    writer = rank(PAGE, "a")
+    save(writer, store)
+    afar = Afar(store, {chunk.key for chunk in chunks()})
+    afar.others_come = others_come
+    reader = rank(OTHER_PAGE, "other", store=afar)
+    pages = list(range(len(TOKENS) // OTHER_PAGE))
+    try:
+        reader.agent.submit(Fill("a", ROOT or b"", tuple(chunks()), 0, len(TOKENS), (pages,)))
+        if others_come:
+            until(lambda: afar.looks > 10, "looks whether the load has stalled")
+            monkeypatch.setattr(pool_loads, "_STALL_S", 60.0)
+            afar.comes.set()
+        ended = reader.end_of("a")
+    finally:
+        afar.comes.set()
+    assert isinstance(ended, Finished)
+    assert ended.cause is (None if others_come else Cause.STALLED)
+    if others_come:  # else it may have stalled before anything was asked for
+        assert afar.asked[0] == [chunk.key for chunk in chunks()], (
+            "all in one row, before any is waited for"
+        )
 
 
 def handed_over(producer: Rank, consumer: Rank, name: str) -> Finished:

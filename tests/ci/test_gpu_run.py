@@ -186,14 +186,20 @@ def test_a_step_is_run_again_without_losing_the_others(
 
 
 def test_a_run_that_is_killed_has_kept_its_results(tmp_path: Path) -> None:
+    """`ci/gpu` itself, in the middle of its second step: what it wrote after the first lies in its folder and in `--out`, from
+    where a call on another machine goes on."""
+    state, out, told = tmp_path / "state", tmp_path / "out", tmp_path / "told"
+    first = f"import sys; open({str(told)!r}, 'a').write('a'); open(sys.argv[1], 'w').write('[7]'); print('done')"
     program = (
-        "import sys; from pathlib import Path; import support.gpu_steps as t;"
-        "t.runner(Path(sys.argv[1])).run([t.step('a', 'print(1)'), t.step('b', t.SLEEP)], 500)"
+        "import sys; from gpu_run import command; import support.gpu_steps as t\n"
+        f"steps = [t.step('a', {first!r}), t.step('b', t.SLEEP if sys.argv[1] == 'hangs' else '')]\n"
+        "command.chosen = lambda only: steps\n"
+        "sys.exit(command.main(['--state', sys.argv[2]]))"
     )
-    state = tmp_path / "state"
     env = environment(tmp_path / "other", [Path(__file__).parent, ROOT / "tests"])
+    env |= {"OUT": str(out)}
     killed = subprocess.Popen(
-        [sys.executable, "-c", program, str(state)], env=env, start_new_session=True
+        [sys.executable, "-c", program, "hangs", str(state)], env=env, start_new_session=True
     )
     try:
         until((state / "b.out").exists, "the second step", 60)
@@ -202,11 +208,16 @@ def test_a_run_that_is_killed_has_kept_its_results(tmp_path: Path) -> None:
         killed.wait()
     for pid in descendants(state):
         os.kill(pid, signal.SIGKILL)
-    assert {name: one.state for name, one in Record(state).results.items()} == {
-        "a": "ok",
-        "b": "cut",
-    }
-    assert not Record(state).done("b", "")
+    for folder in (state, out):
+        results = Record(folder).results
+        assert {name: one.state for name, one in results.items()} == {"a": "ok", "b": "cut"}
+        assert results["a"].figures == [7]
+        assert "done" in (folder / LOG).read_text()
+        assert (folder / REPORT).read_text().startswith("a ")
+    elsewhere = [sys.executable, "-c", program, "works", str(tmp_path / "another machine")]
+    assert subprocess.run(elsewhere, env=env, check=False).returncode == 0
+    assert told.read_text() == "a"
+    assert {name: one.state for name, one in Record(out).results.items()} == {"a": "ok", "b": "ok"}
 
 
 def descendants(state: Path) -> list[int]:

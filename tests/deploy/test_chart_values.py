@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong values of the chart are told by Helm, before anything is applied."""
 
+import json
 from typing import Any
 
 import pytest
-from support.charts import rendered
+from support.charts import FOLDER, rendered
+
+from pd_connector.config import Config
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prefil": {"replicas": 1}}, "additional properties 'prefil' not allowed"),
@@ -42,6 +45,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"modelCache": {"claim": "a", "hostPath": "/b"}}, "claim a and hostPath /b: leave one out"),
     ({"modelCache": {"path": "/b"}}, "additional properties 'path' not allowed"),
     ({"modelCache": {"hostPath": "models"}}, "'models' does not match pattern"),
+    ({"autoscaling": {"tokenSecret": "x"}}, "additional properties 'tokenSecret' not allowed"),
+    ({"decode": {"connector": {"codc": "int8"}}}, "additional properties 'codc' not allowed"),
+    ({"prefill": {"connector": {"key": "PW"}}}, "put the key into the secret pd-connector-key"),
     ({"autoscaling": {"decode": {"minReplicas": 9}}}, "minReplicas 9 is above maxReplicas 4"),
 ]
 
@@ -51,6 +57,13 @@ def test_a_wrong_value_is_told_by_name(values: dict[str, Any], told: str) -> Non
     with pytest.raises(Exception, match="pd-connector") as refused:
         rendered(values)
     assert told in str(refused.value)
+    assert "PW" not in str(refused.value)
+
+
+def test_the_schema_has_the_connectors_keys() -> None:
+    schema = json.loads((FOLDER / "chart" / "values.schema.json").read_text())
+    connector = schema["definitions"]["engines"]["properties"]["connector"]["properties"]
+    assert set(connector) == set(Config.__struct_fields__)
 
 
 @pytest.mark.parametrize(

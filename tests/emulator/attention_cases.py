@@ -16,6 +16,7 @@ from unused_memory import nothing_outside, spoil
 from pd_bench.kernels.decode_cases import FP8, Heads, latent_set, paged_set
 from pd_kernels.attention import (
     alibi,
+    decode_call,
     decode_plan,
     document,
     launch,
@@ -170,7 +171,7 @@ def mixed_swapped() -> None:
 @contextlib.contextmanager
 def processors(count: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for module in (decode_plan, mixed, mixed_kernel):
+        for module in (decode_plan, decode_call, mixed_kernel):
             stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=count))
         yield
 

@@ -34,13 +34,15 @@ _TRITON = str(_HERE.parent / "support" / "triton_cpu")
 # Its kernels are interpreted: a step takes about 0.1 s more.
 _V2 = {"PYTHONPATH": _TRITON, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 Vllm = Literal["0.31", "0.32 V1", "0.32", "0.33"]
+_CACHE = "VLLM_CACHE_ROOT"
 VLLM: Mapping[Vllm, Mapping[str, str]] = {
-    "0.31": {"PYTHONPATH": str(OLDER)},
+    "0.31": {"PYTHONPATH": str(OLDER), _CACHE: str(OLDER / ".cache")},
     "0.32 V1": {},
     "0.32": _V2,
-    "0.33": {**_V2, "PYTHONPATH": f"{NEWEST}:{_TRITON}"},
+    "0.33": {**_V2, "PYTHONPATH": f"{NEWEST}:{_TRITON}", _CACHE: str(NEWEST / ".cache")},
 }
-"""Variables for each version and model runner of vLLM: V2 as on a GPU, if V1 is not named."""
+"""Variables for each version and model runner of vLLM: V2 as on a GPU, if V1 is not named. Each version has a cache of its own: in one
+that versions share, none can read what another has written of a model's class, and a started engine imports vLLM once more."""
 USUAL: Vllm = "0.32 V1"
 """What engines of a test run, unless its subject is what the newest scheduler and runner do: a step is a tenth of a second shorter."""
 NEW: Vllm = "0.33" if NEWEST.is_dir() else "0.32"

@@ -7,6 +7,7 @@ import json
 import shutil
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from harness import (
 from pairs import (
     Pair,
     Setup,
+    Side,
 )
-from recipes import MODEL, NEW
+from recipes import MODEL, NEW, Recipe
 from tools import TOLERANCE, delta, probe, streamed_chat
 
 from pd_connector.kv.model import model_problem
@@ -33,8 +35,17 @@ from pd_connector.protocol.wire import about
 PAGE = 32
 SHORT_LEASE = {"lease_s": 6}
 """For a producer whose peers refuse what it keeps for them: it keeps it until the lease ends."""
-# As users start them: new interpreters, and workers apart. What answers are compared with is forked.
-SETUP = Setup.of(vllm=NEW, worker_apart=True, forked=False, prefill_extra=SHORT_LEASE)
+
+
+@dataclass(frozen=True)
+class OneStarted(Setup):
+    """The prefill engine is started as users start it, in new interpreters. The decode engine is forked."""
+
+    def recipe(self, side: Side) -> Recipe:
+        return Setup.recipe(replace(self, forked=side == "decode"), side)
+
+
+SETUP = OneStarted.of(vllm=NEW, worker_apart=True, prefill_extra=SHORT_LEASE)
 
 
 @cache

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of the documents, pasted as they are printed on a machine with 16 GiB and no GPU, start engines that hand KV over.
+"""Commands of the documents, pasted as they are printed on a machine with 16 GiB and no GPU, start engines that hand KV over, and
+that load from the pool what another has computed, also of another kind.
 
 The machine is a network namespace, in which every printed port is free, and a memory of which vLLM reads that it has 16 GiB. Its clone
-has what `make setup` made. A terminal is a shell that has got the lines for a CPU; each server that a page does not
-put into the background has its own. A person waits until servers answer, so the test does.
+has what `make setup` and `ci/setup-sglang` made, and vLLM has started there before: it has looked at the class of the model, which takes
+an import of vLLM. A terminal is a shell that has got the lines for a CPU; each server that a page does not put into the background has
+its own. A person waits until servers answer, so the test does.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,15 +22,18 @@ import pytest
 from harness import wait_until
 from support.printed import OF_TESTS, ROOT, Block, blocks, commands, words
 
+from pd_connector.errors import PDConnectorError
 from pd_connector.pool.settings import SHM_VARIABLE
 from pd_connector.tools.launch import Family
 from pd_connector.tools.launch.engine import on_cpu
 from pd_connector.tools.launch.proc import MARKER
+from pd_connector.tools.launch.sglang import sglang_python
 
 NODE = Path("/sys/devices/system/node/node0/meminfo")
 # A quarter is taken by other programs.
 MEMINFO = {"MemTotal": 16, "MemFree": 12, "Active(file)": 0, "Inactive(file)": 0, "SReclaimable": 0}
 SERVERS = (["vllm", "serve"], ["pd-router"])
+VLLM_CACHE = "VLLM_CACHE_ROOT"
 RUN = """
 set -e
 mount --bind meminfo {node}
@@ -38,7 +44,9 @@ for port in {ports}; do
 done
 touch ready
 mkdir -p home
-until bash -e asked > said 2>&1 && grep -q "{until}" said; do sleep 1; done
+for asked in asked-*; do
+    until bash -e $asked > said-$asked 2>&1 && grep -q "$(cat until-$asked)" said-$asked; do sleep 1; done
+done
 touch done
 sleep 600
 """
@@ -65,41 +73,59 @@ class Machine:
 
     Args:
         folder: its clone.
-        pasted: blocks in their order.
-        until: what the commands that ask print in the end. They are given again until then: a first request may come while the
-            pair is compared.
     """
 
-    def __init__(self, folder: Path, pasted: list[Block], until: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         for entry in ROOT.iterdir():
             (folder / entry.name).symlink_to(entry)
-        (lines,) = (block.text for block in section("docs/quickstart.md", "On a CPU"))
-        given = [command for block in pasted for command in commands(block.text)]
-        servers = [command for command in given if serves(command)]
-        for number, server in enumerate(servers):
-            (folder / f"terminal-{number}").write_text(lines + server)
-        asked = "".join(command for command in given if command not in servers)
-        (folder / "asked").write_text(lines + asked)
+        (self._lines,) = (block.text for block in section("docs/quickstart.md", "On a CPU"))
         (folder / "meminfo").write_text(
             "".join(f"Node 0 {name}: {gib << 20} kB\n" for name, gib in MEMINFO.items())
         )
-        ports = " ".join(map(port_of, servers))
-        self.script = RUN.format(node=NODE, ports=ports, until=until)
+        self._ports: list[str] = []
+        self._questions = 0
+
+    def paste(self, *pasted: Block, until: str = "") -> None:
+        """Servers into a terminal each, and what asks into another once all servers answer and earlier questions are answered.
+
+        Args:
+            until: a pattern of what the commands that ask print in the end. They are given again until then: a first request may
+                come while the pair is compared.
+        """
+        given = [command for block in pasted for command in commands(block.text)]
+        servers = [command for command in given if serves(command)]
+        for server in servers:
+            self.open_terminal(self._lines + server)
+        if asked := "".join(command for command in given if command not in servers):
+            self.ask(asked, until)
+
+    def open_terminal(self, text: str) -> None:
+        """A terminal with a server."""
+        (self.folder / f"terminal-{len(self._ports)}").write_text(text)
+        self._ports.append(port_of(text))
+
+    def ask(self, text: str, until: str) -> None:
+        """See `paste`."""
+        (self.folder / f"asked-{self._questions}").write_text(self._lines + text)
+        (self.folder / f"until-asked-{self._questions}").write_text(until)
+        self._questions += 1
 
     def run(self, shm: Path) -> Family:
         """Start all. `shm` stands for /dev/shm, where a pool would outlive it."""
         names = set(filter(OF_TESTS.match, os.environ)) - {MARKER}
         unset = [f"--unset={name}" for name in names]
-        unshared = ["unshare", "--net", "--mount", "bash", "-c", self.script]
+        script = RUN.format(node=NODE, ports=" ".join(self._ports))
+        unshared = ["unshare", "--net", "--mount", "bash", "-c", script]
         env = {"HOME": str(self.folder / "home"), SHM_VARIABLE: str(shm)}
+        env[VLLM_CACHE] = os.environ.get(VLLM_CACHE, str(Path.home() / ".cache" / "vllm"))
         given = [f"{name}={value}" for name, value in env.items()]
         command = ["env", f"--chdir={self.folder}", *unset, *given, *unshared]
         return Family(command, log=self.folder / "log")
 
     def said(self) -> str:
         """The end of what each terminal shows."""
-        logs = sorted([*self.folder.glob("log*"), *self.folder.glob("said")])
+        logs = sorted([*self.folder.glob("log*"), *self.folder.glob("said*")])
         return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in logs)
 
 
@@ -131,21 +157,47 @@ def shm() -> Iterator[Path]:
         yield Path(name)
 
 
+def quick_start(machine: Machine) -> None:
+    machine.paste(*PAIR, *section("docs/quickstart.md", "Ask it"), until='cause="handed_over')
+
+
+def pool_then_roles(machine: Machine) -> None:
+    """The engines of the second section can do the same without a pool. Those with one are there already, and so is SGLang's."""
+    engines, asked = section("docs/pool.md", "From nothing to a hit")
+    machine.paste(engines, asked)
+    try:
+        sglang_python()
+    except PDConnectorError as error:
+        warnings.warn(f"the printed SGLang engine is SKIPPED: {error}", stacklevel=1)
+    else:
+        (sglang,) = (b for b in section("docs/pool.md", "SGLang") if "--device cpu" in b.text)
+        machine.open_terminal(sglang.text)
+        machine.ask(asked_of_sglang(asked.text), r"^pd_connector:pool_hits_total.* [1-9]")
+    machine.paste(section("docs/router.md", "Elastic roles")[1], until="pinned")
+
+
+def asked_of_sglang(asked: str) -> str:
+    """The same questions with its port, and each time of prompts of their own: it may not know its weights yet when the first come."""
+    for printed, other in (
+        ("8100 8200", "8100 8300"),
+        ("400 500", "$((300 + RANDOM % 100)) $((400 + RANDOM % 100))"),
+        (":8200/metrics", ":8300/metrics"),
+    ):
+        assert printed in asked
+        asked = asked.replace(printed, other)
+    return asked
+
+
 PAIR = [block for block in section("docs/quickstart.md", "One machine") if "vllm" in block.text]
-POOL = section("docs/pool.md", "From nothing to a hit")
-# The engines of this section can do the same without a pool. Those with one are there already.
-ROLES = section("docs/router.md", "Elastic roles")[1]
-CASES = {
-    "quick start": ([*PAIR, *section("docs/quickstart.md", "Ask it")], 'cause=\\"handed_over'),
-    "pool, then roles": ([*POOL, ROLES], "pinned"),
-}
+CASES = {"quick start": quick_start, "pool, then roles": pool_then_roles}
 
 
 @pytest.mark.netns
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_page_prints_works_when_it_is_pasted(folder: Path, shm: Path, case: str) -> None:
     """vLLM's CPU build took 92 % of the memory for the first engine; the second did not start, and nor did `vllm`."""
-    machine = Machine(folder, *CASES[case])
+    machine = Machine(folder)
+    CASES[case](machine)
     with machine.run(shm) as family:
         ended = folder / "done"
         wait_until(

@@ -29,7 +29,7 @@ from proxy_clients import (
     ToyProxy,
     VllmRouter,
 )
-from recipes import COMPILE_NOTHING, EXACT_ARGS, MODEL, NAME_ARGS
+from recipes import COMPILE_NOTHING, EXACT_ARGS, MODEL, NAME_ARGS, WORKER_IN_CORE
 from test_handoff import prompt_of
 from tools import TOLERANCE, delta
 
@@ -146,7 +146,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmEngine
                 extra_config={"control_port": 7100, "data_port": 7200, "transports": ["tcp"]},
                 name=side,
                 args=[*EXACT_ARGS, *NAME_ARGS, *PORTIONS, "--block-size", page],
-                env=dict(COMPILE_NOTHING) | key,
+                env={**COMPILE_NOTHING, **WORKER_IN_CORE, **key},
                 log_path=logs / f"{side}.log",
                 namespace=place,
             )

@@ -2,11 +2,12 @@
 """Compile the decode kernels for sm_90a as they are launched, without a GPU, and say what became of
 them.
 
-A program of its own, as kernel_aot.py: `python decode_aot.py [name or part of one ...]` prints JSON;
-without a name, of KERNELS, not of MORE. Arguments are specialised by Triton itself, for a driver that only
+A program of its own, as kernel_aot.py: `python decode_aot.py [--arch 90] [name or part of one ...]` prints JSON;
+without a name, of KERNELS, not of MORE. With `--arch`, for that compute capability without its point. Arguments are specialised by Triton itself, for a driver that only
 names its target.
 """
 
+import argparse
 import functools
 import json
 import re
@@ -19,8 +20,9 @@ from unittest import mock
 import torch
 import triton
 from kernel_aot import report
+from triton.backends.compiler import GPUTarget
 
-from pd_bench.kernels.compiled import Assembly, compiled
+from pd_bench.kernels.compiled import TARGET, Assembly, compiled
 from pd_bench.kernels.sample_launches import Launched, mla_call, paged_call
 from pd_bench.kernels.sass import instructions, product_loops
 from pd_kernels.attention import paged_call as paged_call_module
@@ -236,10 +238,18 @@ MORE: dict[str, Callable[[], Launched]] = {
     "mla, 8 heads, 4 queries, tree, one scale": functools.partial(
         mla_call, 8, 4, dtype=FP8, tree=True
     ),
+    "mla, 16 heads, 8 queries, tree, one scale": functools.partial(
+        mla_call, 16, 8, dtype=FP8, tree=True
+    ),
+    "mla, 128 heads, 4 queries, tree, fp8": functools.partial(
+        mla_call, 128, 4, coded=True, tree=True
+    ),
     "mla, gluon, 4 queries": functools.partial(mla_call, 32, 4, gluon=True),
     "mla, gluon, 4 queries, tree": functools.partial(mla_call, 32, 4, gluon=True, tree=True),
     "mixed, soft cap": functools.partial(mixed_call, score_mod=soft_cap(30.0)),
     "mixed, ALiBi, fp8": functools.partial(mixed_call, FP8, score_mod=alibi(SLOPES)),
+    "mixed, ALiBi": functools.partial(mixed_call, score_mod=alibi(SLOPES)),
+    "mixed, documents, fp8": functools.partial(mixed_call, FP8, mask_mod=document(IDS)),
     "mixed, documents": functools.partial(mixed_call, mask_mod=document(IDS)),
     "mla, chosen": functools.partial(mla_call, 16, page=1),
     "mla, chosen, fp8": functools.partial(mla_call, 16, page=1, coded=True),
@@ -250,13 +260,17 @@ MORE: dict[str, Callable[[], Launched]] = {
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, default=TARGET.arch)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
     found: dict[str, Any] = {}
     known = KERNELS | MORE
-    wanted = [name for told in sys.argv[1:] for name in known if name == told] or [
-        name for told in sys.argv[1:] for name in known if told in name
+    wanted = [name for told in options.names for name in known if name == told] or [
+        name for told in options.names for name in known if told in name
     ]
     for name in wanted or KERNELS:
-        kernel, launched = compiled(known[name])
+        kernel, launched = compiled(known[name], GPUTarget("cuda", options.arch, 32))
         found[name] = {
             **report(kernel),
             **counts(kernel),

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -19,8 +20,9 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.mimo_v2 import MiMoV2Attention
+from vllm.model_executor.models.openpangu import OpenPanguSinkAttention
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends import registry
+from vllm.v1.attention.backends import flash_attn, registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -89,6 +91,29 @@ def test_layers_of_a_model_that_chooses_its_backend_are_named() -> None:
         "CUSTOM was selected, but layers use TRITON_ATTN_DIFFKV (TritonAttentionDiffKVBackend): "
         "model.layers.N.self_attn.attn (N = 1, 2). pd_kernels does not decode them, because LlamaForCausalLM chooses "
         "their backend itself, and ours is in the place of FLASH_ATTN_DIFFKV, which needs FlashAttention 3 or 4."
+    )
+
+
+@pytest.mark.usefixtures("alone")
+def test_layers_of_a_model_that_names_vllm_s_class_are_named() -> None:
+    """openPangu's, whose sequences begin with sink tokens. Its class of vLLM needs FlashAttention, which a CPU does not have."""
+    config = engine("CUSTOM")
+    own = {"qk_nope_dim": 128, "qk_rope_dim": 64, "v_channels": 128, "param_sink_number": 16}
+    told = SimpleNamespace(**own, rms_norm_eps=1e-6, torch_dtype=torch.float32)
+    with (
+        set_current_vllm_config(config),
+        mock.patch.object(OpenPanguSinkAttention, "_init_rotary_emb"),
+        mock.patch.object(flash_attn, "get_flash_attn_version", return_value=3),
+    ):
+        layer = OpenPanguSinkAttention(
+            told, 256, 4, 2, cache_config=config.cache_config, prefix=NAMES[0]
+        )
+    (said,) = warnings(config)
+    used = layer.attn.attn_backend
+    assert said == (
+        f"CUSTOM was selected, but layers use FLASH_ATTN_DIFFKV ({used.__name__}): "
+        "model.layers.N.self_attn.attn (N = 0). pd_kernels does not decode them, because LlamaForCausalLM chooses "
+        "their backend itself."
     )
 
 

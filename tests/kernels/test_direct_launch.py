@@ -14,6 +14,7 @@ import decode_interpreted  # before what it imports
 import pytest
 import torch
 from decode_batches import FP8, error, mla_batch, paged_batch
+from triton import knobs
 
 from pd_kernels.attention import (
     decode_plan,
@@ -36,6 +37,7 @@ from pd_kernels.tuning import Tuning, tuned
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
 HERE = -1
 """Number of the device of tensors on a CPU."""
+STREAM = 7
 
 
 class Found:
@@ -61,23 +63,45 @@ class Found:
 class Compiled:
     """Stands for a compiled kernel, which takes all arguments by position."""
 
+    function, packed_metadata = "its function", "its metadata"
+
     def __init__(self, found: Found) -> None:
         self.found = found
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def run(*arguments: Any) -> None:
-            assert len(arguments) == len(self.found.arg_names)
-            self.found.direct += 1
-            self.found.kernel[grid](*arguments)
+            told.append("Triton's way")
+            self._run(grid, *arguments)
 
         return run
+
+    def run(self, x: int, y: int, z: int, stream: int, *others: Any) -> None:
+        """Triton's launcher."""
+        assert (stream, *others[:5]) == (
+            STREAM,
+            self.function,
+            self.packed_metadata,
+            None,
+            None,
+            None,
+        )
+        self._run((x, y, z), *others[5:])
+
+    def _run(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        assert len(arguments) == len(self.found.arg_names)
+        self.found.direct += 1
+        self.found.kernel[grid](*arguments)
+
+
+told: list[str] = []
+"""Launches of which a profiler is told."""
 
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(DecodeCall, "on_gpu", True)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    active = SimpleNamespace(get_current_device=lambda: HERE)
+    active = SimpleNamespace(get_current_device=lambda: HERE, get_current_stream=lambda _: STREAM)
     monkeypatch.setattr(direct_module, "driver", SimpleNamespace(active=active))
     with decode_interpreted.dots_mended(), tuned(direct_launch=True):
         yield
@@ -259,6 +283,29 @@ def test_it_is_launched_on_the_device_it_was_loaded_on(
     assert found.counts == (1, 2)
 
 
+def test_profilers_hear_of_launches(found: Found) -> None:
+    """As of any launch of Triton's; without one, nobody is told."""
+    batch = paged_batch([90])
+    plan = plan_paged_decode(batch.query, batch.keys).fill(batch.lengths)
+
+    def hears(metadata: Any) -> None:
+        """Proton's hook."""
+
+    told.clear()
+    for _ in range(2):
+        paged_decode(*tensors(batch), plan=plan)
+    assert told == []
+    knobs.runtime.launch_enter_hook.add(hears)
+    try:
+        paged_decode(*tensors(batch), plan=plan)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hears)
+    assert told == ["Triton's way"]
+    paged_decode(*tensors(batch), plan=plan)
+    assert found.counts == (1, 3)
+    assert told == ["Triton's way"]
+
+
 def test_a_key_that_forgets_strides_reads_other_memory(
     found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +348,7 @@ def test_few_functions_are_called_on_the_way(found: Found) -> None:
         finally:
             sys.setprofile(None)
             gc.enable()
-        names = called[: called.index("Compiled.__getitem__.<locals>.run")]
+        names = called[: called.index("Compiled.run")]
         return len(names)
 
     paged_decode(*tensors(batch), out=out, plan=plan)

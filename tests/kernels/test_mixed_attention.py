@@ -13,7 +13,14 @@ import triton.language as tl
 from decode_batches import FP8, error, paged_batch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from pd_kernels.attention import MixedPlan, Mod, mixed, mixed_attention, soft_cap
+from pd_kernels.attention import (
+    MixedPlan,
+    Mod,
+    decode_call,
+    mixed_attention,
+    mixed_kernel,
+    soft_cap,
+)
 from pd_kernels.attention.mixed_kernel import claim, launch_mixed, leave
 from pd_kernels.attention.paged_call import PagedCall
 from pd_kernels.attention.reference import reference_paged_decode
@@ -24,7 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in lo
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mixed, "multiprocessors", lambda _: 3)
+    for module in (decode_call, mixed_kernel):
+        monkeypatch.setattr(module, "multiprocessors", lambda _: 3)
     with decode_interpreted.dots_mended():
         yield
 
@@ -220,6 +228,11 @@ def test_what_the_plan_was_not_made_for_is_refused() -> None:
         mixed_attention(query, *caches, plan, score_mod=STRIPED)
     with pytest.raises(ValueError, match="plan for"):
         mixed_attention(query.repeat(1, 4, 1), *caches, plan)
+
+
+def test_a_step_whose_prefills_have_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tokens behind the 1 decodes: must be"):
+        step({300: 1}, {40: 0})
 
 
 def test_a_step_of_one_kind_is_refused() -> None:

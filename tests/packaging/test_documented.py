@@ -129,6 +129,18 @@ def test_options_that_documents_name_exist() -> None:
     assert not sorted(one for one in named if one[1] not in known)
 
 
+def test_programs_that_documents_name_exist() -> None:
+    folders = ("pd_connector", "scheduler_plugins", "kernels", "ci", "tests", "docs", "examples")
+    there = [str(file) for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    named = {
+        (doc, name) for doc, text in TEXTS.items() for name in re.findall(r"`([\w/-]+\.py)`", text)
+    }
+    gone = [
+        (doc, name) for doc, name in named if not any(file.endswith(f"/{name}") for file in there)
+    ]
+    assert sorted(gone) == [("docs/ray.md", "pd_server.py")], "Ray's own, and none of ours"
+
+
 def test_commands_in_documents_have_the_options_that_they_are_given() -> None:
     known = commands()
     assert not [

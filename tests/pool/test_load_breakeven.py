@@ -3,6 +3,7 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from pd_connector.pool.load_breakeven import (
     LoadBreakeven,
     _Tier,
 )
+from pd_connector.pool.store.base import FAR
 
 CHUNK = 4 << 20
 _speeds = st.floats(1e6, 1e10)
@@ -167,3 +169,28 @@ def test_speeds_are_told_while_another_thread_meets_a_new_tier() -> None:
 
     speeds._tiers["memory"] = Interrupted()
     assert speeds.bytes_per_s().keys() >= {"memory", "disk"}
+
+
+def test_a_load_that_would_wait_for_longer_than_computing_takes_is_not_begun() -> None:
+    store = worth(token_s=1e-3, far=100e6, memory=1e10)
+    far = hit(9, FAR)
+    saved = 9 * (CHUNK_TOKENS * 1e-3 - CHUNK / 100e6)
+    assert store.chunks(far, 0.0, saved * 0.99) == 9
+    assert store.chunks(far, 0.0, saved * 1.01) == 0
+    assert store.chunks([*hit(3), *far], 0.0, saved * 1.01) == 3, (
+        "chunks of this host wait for none"
+    )
+    assert store.chunks(hit(3), 0.0, 1e9) == 3
+    assert store.probe(far, 1e9) is None, "the tier is not slow"
+    assert store.chunks(far, 0.0) == 9
+
+
+def test_waiting_for_others_is_not_the_tiers_speed() -> None:
+    store, seconds = worth(far=100e6), CHUNK / 100e6
+    for wait_s in (0.5 * seconds, seconds, 100 * seconds):
+        store.loaded(FAR, CHUNK, seconds + wait_s, wait_s)
+        store.probed(FAR, CHUNK, seconds + wait_s, wait_s)
+    assert store.bytes_per_s()[FAR] == pytest.approx(100e6)
+    store.silent(FAR, 0.0)
+    store.loaded(FAR, CHUNK, 101 * seconds, 100 * seconds)
+    assert store.chunks(hit(3, FAR), 0.0) == 3, "it answers"

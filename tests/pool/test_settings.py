@@ -70,6 +70,7 @@ def test_an_object_says_more(environment: Mapping[str, str], tmp_path: Path) -> 
         ({"memry": "1GiB"}, "'pool.memry': did you mean 'memory'"),
         ({"memory": 16}, 'pool.memory 16: must be a size such as "16GiB"'),
         ({"memory": "lots"}, "pool.memory 'lots': must be a size"),
+        ({"memory": "9" * 400 + "GiB"}, "must be a size"),
         ({"memory": "-1GiB"}, "pool.memory '-1GiB': must be a size"),
         ({"memory": "1MiB"}, "pool.memory '1MiB': must be 64 MiB or more"),
         ({"memory": "9GiB"}, "/dev/shm leaves 8 GiB. Ask for less, or: Docker's --shm-size=16g"),

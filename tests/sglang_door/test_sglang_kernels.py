@@ -244,6 +244,42 @@ def test_attention_in_chunks_is_named() -> None:
     PagedBackend(step.runner(pool, *layers))
 
 
+def test_queries_in_a_wider_tensor_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy would be a kernel in each layer. Heads far apart are made dense: a kernel is compiled for their distance, which
+    would be another for each number of requests."""
+    step, ours = Step(16), layer()
+    backend = PagedBackend(step.runner(keys_and_values(step), ours))
+    wide = torch.randn(len(LENGTHS), (HEADS + 2 * KV_HEADS) * DIM)
+    query = wide[:, : HEADS * DIM]
+    apart = query.view(-1, HEADS, DIM).transpose(0, 1).contiguous().transpose(0, 1)
+    attend, taken = backend.attend, []
+    monkeypatch.setattr(backend, "attend", lambda q, *more: taken.append(q) or attend(q, *more))
+    backend.init_forward_metadata(step.batch)
+    outs = [
+        backend.forward_decode(each, None, None, ours, step.batch)
+        for each in (query.contiguous(), query, apart)
+    ]
+    assert torch.equal(outs[1], outs[0])
+    assert torch.equal(outs[2], outs[0])
+    assert taken[1].data_ptr() == wide.data_ptr()
+    assert taken[1].stride() == (wide.shape[1], DIM, 1)
+    assert taken[2].is_contiguous()
+
+
+def test_a_pool_whose_tensors_were_replaced_is_read_anew() -> None:
+    """Views of its pages are kept from step to step."""
+    step, ours = Step(16), layer()
+    pool = keys_and_values(step)
+    backend = PagedBackend(step.runner(pool, ours))
+    query = torch.randn(len(LENGTHS), HEADS * DIM)
+    backend.init_forward_metadata(step.batch)
+    before = backend.forward_decode(query, None, None, ours, step.batch)
+    assert torch.equal(backend.forward_decode(query, None, None, ours, step.batch), before)
+    pool.v_buffer[0] = 2 * pool.v_buffer[0]
+    after = backend.forward_decode(query, None, None, ours, step.batch)
+    torch.testing.assert_close(after, 2 * before)
+
+
 def test_plans_have_room_for_batches_that_sglang_pads() -> None:
     """With `--enable-dp-attention` a batch is padded to a multiple of ranks, and so is the largest
     CUDA graph."""

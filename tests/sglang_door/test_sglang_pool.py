@@ -351,6 +351,56 @@ def test_a_store_that_does_not_answer_costs_a_computation(
     stop.set()
 
 
+@pytest.mark.parametrize("others_come", [True, False])
+def test_a_prompt_whose_chunks_wait_behind_others_is_not_stalled(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch, others_come: bool
+) -> None:
+    """Chunks of the far store come one after another, for all requests."""
+    monkeypatch.setattr(pool_prompts, "STALL_S", 0.02)
+    writer, reader = make(), make()
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    comes, looks, prompts = threading.Event(), [0], reader.rank.prompts
+    find = prompts._store.find
+    monkeypatch.setattr(
+        prompts._store, "find", lambda keys: [hit and hit._replace(tier=FAR) for hit in find(keys)]
+    )
+    monkeypatch.setattr(prompts.held._loader, "bring", lambda chunk: comes.wait(60) and None)
+
+    def moved(_: object) -> float:
+        looks[0] += 1
+        if looks[0] > 10:
+            monkeypatch.setattr(pool_prompts, "STALL_S", 60.0)
+            comes.set()
+        return time.monotonic() if others_come else 0.0
+
+    monkeypatch.setattr(pool_chunks.HeldChunks, "far_moved_s", property(moved))
+    try:
+        assert reader.ask(prompt(300)) == (256 if others_come else 0)
+    finally:
+        comes.set()
+
+
+def test_after_a_chunk_that_came_too_late_none_of_its_tier_is_loaded(
+    make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node stands still, and look-ups are answered. Control: a chunk that is gone."""
+    writer, reader = make(), make(write=False)
+    writer.ask(prompt(300))
+    until(lambda: stored(store) == 2)
+    reads: list[Miss] = []
+
+    def fails(*_: Any) -> None:
+        raise PoolError(reads[-1], "it has not come")
+
+    monkeypatch.setattr(reader.rank.prompts.held._loader, "read", fails)
+    for miss, loads in ((Miss.EVICTED, 2), (Miss.LATE, 0)):
+        reads.append(miss)
+        assert reader.ask(prompt(300)) == 0
+        reader.flush()
+        assert reader.rank.prompts.breakeven.chunks([(MEMORY, 10)] * 2, time.monotonic()) == loads
+
+
 def test_a_tier_that_was_silent_is_probed_and_used_again(
     make: Make, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -735,7 +785,10 @@ def test_chunks_of_this_host_do_not_wait_behind_chunks_from_afar() -> None:
             assert found
             return found
 
+        half = Found(FAR, (), pool_chunks.MOST_HELD_BYTES // 2)
+        assert held.fitting([half] * 3) == 2
         far = [hold(b"far %d" % number, FAR) for number in range(4)]
+        assert held.fitting([half] * 3) == 1
         here = hold(b"here", MEMORY)
         until(lambda: here.done, "the chunk of this host")
         assert here.problem == (Miss.EVICTED, "read")

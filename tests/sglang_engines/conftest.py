@@ -27,7 +27,7 @@ SHARING = (
     "test_sglang_unlike",
 )
 """Files that take each other's engines: one worker has them all, in this order."""
-FIRST = (*SHARING, "test_sglang_printed", "test_sglang_states", "test_sglang_pool_live")
+FIRST = (*SHARING, "test_sglang_states", "test_sglang_pool_live")
 """Then those that take the longest. A worker that began one last would be alone with it."""
 
 

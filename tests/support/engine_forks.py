@@ -26,6 +26,8 @@ MOST_BYTES = 1 << 18
 """Largest message of a call. A socket of packets takes no more by default than 208 KiB."""
 MARKER_BYTES = 400
 """Room for the ids of an engine's families. The environment that /proc shows cannot grow."""
+SPIN_S = 0.01
+"""How long a process of vLLM's looks for a message in a loop. Then it sleeps until it is woken."""
 IDLE_MS = 50
 """Longest sleep of an idle scheduler of SGLang. Its saves go on between two of them."""
 METRICS_S = 0.1
@@ -34,12 +36,17 @@ METRICS_S = 0.1
 
 def vllm_forks() -> None:
     """Let an engine's processes be forks of its first, as on a GPU. vLLM's CPU build starts each as a new
-    interpreter, which imports vLLM. With Model Runner V2, steps are scheduled ahead, as on a GPU, too."""
+    interpreter, which imports vLLM. With Model Runner V2, steps are scheduled ahead, as on a GPU, too.
+
+    Less waits in loops: a process of an engine with several would look for messages for a second after the last one, on a core
+    that others compute on."""
     from torch._dynamo import config as dynamo
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
     dynamo.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"  # its import has read another
+    SpinCondition.__init__.__defaults__ = (SPIN_S,)
     platform = type(current_platform)
     check = platform.check_and_update_config
 

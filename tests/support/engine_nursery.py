@@ -59,6 +59,7 @@ VARIABLES = {
                 "TORCHINDUCTOR_CACHE_DIR",
                 "TORCH_COMPILE_DISABLE",
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+                "VLLM_CACHE_ROOT",
                 "VLLM_ENABLE_V1_MULTIPROCESSING",
                 "VLLM_SERVER_DEV_MODE",
                 "VLLM_SSM_CONV_STATE_LAYOUT",

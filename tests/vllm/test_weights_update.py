@@ -21,6 +21,7 @@ from pd_connector.vllm.identity.model import loaded_weights
 from pd_connector.vllm.identity.weight_loads import LOADS
 from pd_connector.vllm.messages import Prefill, StepCommands, WorkerActivity
 from pd_connector.vllm.pages.windows import Windows
+from pd_connector.vllm.part import Ended
 from pd_connector.vllm.scheduler_side import SchedulerSide
 
 __all__ = ["agent", "config", "model", "worker"]
@@ -174,6 +175,27 @@ def test_the_scheduler_takes_back_what_it_knew_and_empties_the_prefix_cache():
     assert told.commands == [Withdraw("t", "old")]
     assert told.weight_changes == {0: 1}
     assert not side.offers.finished(old, ([1, 2],)).keeps_pages
+
+
+def test_a_request_that_ends_in_the_step_in_which_weights_have_changed_is_not_offered(
+    worker, model, agent
+):
+    """vLLM ends it before the scheduler hears of the change. Its prompt can have KV of both weights, and its consumer was
+    refused, so nobody would fetch it before its lease ends."""
+    side = scheduler()
+    step(32, side)
+    changed(worker, model, agent)
+    side.offers.finished = lambda *_: Ended(True, {}, (offer("ended"),))
+    request = SimpleNamespace(
+        request_id="ended", status=None, num_computed_tokens=32, lora_request=None, mm_features=()
+    )
+    assert side.request_finished(request, ([1, 2],))[0]
+    agent.outcomes, agent.telemetry = list, SimpleNamespace(gauges=dict)
+    side.workers_reported(worker.activity())
+    assert side.pending_work
+    worker.begin(step(5, side))
+    assert agent.commands == [Withdraw("t", "ended")]
+    assert worker.outcomes()[0] == {"ended"}, "vLLM frees them"
 
 
 def test_a_call_of_workers_has_the_weights_looked_at_in_the_next_step_even_an_idle_one():

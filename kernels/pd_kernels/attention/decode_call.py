@@ -180,8 +180,12 @@ class DecodeCall:
     def plan(self, max_batch: int | None = None) -> DecodePlan:
         """Allocate an empty plan for calls of this shape with up to `max_batch` sequences (by
         default, this call's number)."""
-        programs = self.config.programs * multiprocessors(self.query.device)
         batch = len(self.lengths) if max_batch is None else max_batch
+        return self.plan_for(batch, self.config.programs)
+
+    def plan_for(self, batch: int, programs: int) -> DecodePlan:
+        """Allocate an empty plan for up to `batch` sequences, with `programs` programs on each multiprocessor."""
+        programs *= multiprocessors(self.query.device)
         return DecodePlan.of(
             rows=self.rows,
             costs=self.costs,

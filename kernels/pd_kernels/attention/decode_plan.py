@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from pd_kernels.attention.direct import DirectLaunch, keep, known_launch
+from pd_kernels.attention.direct import DirectLaunch, facts, keep, known_launch
 from pd_kernels.attention.plan_kernel import COUNTERS, partition_rows
 from pd_kernels.attention.tile_mask import TileMask
 from pd_kernels.attention.work_partition import FIELDS, RowShape, TileCosts, partition
@@ -50,6 +50,7 @@ class DecodePlan:
         mask: the tiles that a mask mod keeps; None if all are read.
         launches: `DirectLaunch`es of calls with this plan, by their keys.
         filled: `[sequences]` of the last fill; `[0]` before the first.
+        latest: the lengths of the last fill, and their `facts`.
     """
 
     rows: RowShape
@@ -62,6 +63,7 @@ class DecodePlan:
     mask: TileMask | None = None
     launches: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     filled: list[int] = field(default_factory=lambda: [0], repr=False)
+    latest: list[Any] = field(default_factory=lambda: [None, ()], repr=False)
 
     @classmethod
     def of(
@@ -151,6 +153,8 @@ class DecodePlan:
         if not 0 < lengths.numel() <= self.room:
             raise ValueError(f"{lengths.numel()} lengths: the plan has room for 1 to {self.room}")
         self.filled[0] = lengths.numel()
+        if not torch.compiler.is_compiling():
+            self.latest[:] = lengths, facts(lengths)
         if lengths.is_cuda:
             if self.mask:
                 with torch.cuda.device(lengths.device):

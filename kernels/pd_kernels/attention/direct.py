@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from triton import knobs
 from triton.runtime import driver
 
 from pd_kernels.tuning import tuning
@@ -31,7 +32,10 @@ class DirectLaunch:
     """A launch whose host work is done.
 
     Attributes:
-        run: launches the compiled kernel on the current stream, given all of its arguments.
+        run: launches the compiled kernel on the current stream, given all of its arguments, and tells profilers.
+        launcher: Triton's launcher of the kernel, which `run` calls.
+        grid: the programs launched, on three axes.
+        loaded: what the launcher takes behind the stream: the kernel as it was loaded, and nothing for profilers.
         arguments: the kernel's arguments in its order; None for arguments that differ from call to
             call.
         places: the places of a call's own arguments.
@@ -39,6 +43,9 @@ class DirectLaunch:
     """
 
     run: Callable[..., None]
+    launcher: Callable[..., None]
+    grid: tuple[int, int, int]
+    loaded: tuple[Any, ...]
     arguments: list[Any]
     places: tuple[int, ...]
     device: int
@@ -70,18 +77,31 @@ class DirectLaunch:
         names = list(kernel.arg_names)
         arguments = [None if name in own else given[name] for name in names]
         places = tuple(names.index(name) for name in own)
-        return cls(compiled[(programs, 1, 1)], arguments, places, device)
+        grid = programs, 1, 1
+        run = compiled[grid]  # loads the kernel
+        loaded = compiled.function, compiled.packed_metadata, None, None, None
+        return cls(run, compiled.run, grid, loaded, arguments, places, device)
 
     def __call__(self, *own: Any) -> None:
         """Launch the kernel with a call's own arguments."""
         arguments = self.arguments.copy()
         for place, value in zip(self.places, own, strict=True):
             arguments[place] = value
-        if driver.active.get_current_device() == self.device:
-            self.run(*arguments)
+        active = driver.active
+        if active.get_current_device() == self.device:
+            self._launch(active, arguments)
         else:
             with torch.cuda.device(self.device):
-                self.run(*arguments)
+                self._launch(active, arguments)
+
+    def _launch(self, active: Any, arguments: list[Any]) -> None:
+        begin, end = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        # Triton's own way makes a dict for each launch and calls these chains, empty or not.
+        if getattr(begin, "calls", begin) or getattr(end, "calls", end):
+            self.run(*arguments)
+        else:
+            stream = active.get_current_stream(self.device)
+            self.launcher(*self.grid, stream, *self.loaded, *arguments)
 
 
 class Planned(Protocol):
@@ -93,10 +113,20 @@ class Planned(Protocol):
     @property
     def mask(self) -> object: ...
 
+    @property
+    def latest(self) -> list[Any]: ...
+
+
+def facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor on which the choice of a kernel depends."""
+    where = tensor.get_device(), tensor.data_ptr() & 15
+    return (tensor.shape, tensor.stride(), tensor.dtype, *where)
+
 
 def direct_key(
     plan: Planned | None,
     tensors: Sequence[torch.Tensor],
+    lengths: torch.Tensor,
     out: torch.Tensor | None,
     *others: bool | int,
 ) -> Key | None:
@@ -106,6 +136,7 @@ def direct_key(
     Args:
         plan: the call's plan.
         tensors: the call's tensors; the first is `q`.
+        lengths: the call's lengths. Mostly they are those that the plan was filled with, which all layers of a step share.
         out: the tensor for the results; None if it is allocated, which is always aligned.
         others: the call's other arguments. Values of floats are left out, because no kernel is
             compiled for them.
@@ -115,9 +146,10 @@ def direct_key(
         return None
     if type(tensors[0]) is not torch.Tensor or torch.compiler.is_compiling():
         return None
-    key = [switches.code, *others]
+    filled, filled_facts = plan.latest
+    key = [switches.code, filled_facts if filled is lengths else facts(lengths), *others]
     for tensor in tensors if out is None else (*tensors, out):
-        key += (
+        key += (  # `facts`, without the time of a call
             tensor.shape,
             tensor.stride(),
             tensor.dtype,

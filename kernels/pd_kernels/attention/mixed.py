@@ -3,12 +3,12 @@
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pd_kernels.attention.decode_call import MAX_HEIGHT
-from pd_kernels.attention.decode_plan import DecodePlan, multiprocessors
+from pd_kernels.attention.decode_plan import DecodePlan
 from pd_kernels.attention.mixed_kernel import launch_mixed, make_tickets
 from pd_kernels.attention.mods import Mod, check_mods
 from pd_kernels.attention.operators import DecodeOutputs, check_call
@@ -20,6 +20,33 @@ class PrefillCall(PagedCall):
     """Each sequence is a part of a prefill chunk, with the queries that fit into a row."""
 
     max_queries = MAX_HEIGHT
+
+
+class Parts(NamedTuple):
+    """Prefill chunks, cut into parts whose queries fit into a row.
+
+    Attributes:
+        starts: where each part's queries begin, and where the last ones end.
+        owners: the sequence of each part.
+        behind: queries of the part's sequence that follow the part.
+    """
+
+    starts: list[int]
+    owners: list[int]
+    behind: list[int]
+
+    @classmethod
+    def of(cls, starts: list[int], decodes: int, room: int) -> "Parts":
+        """Cut the chunks behind the decodes. `starts` as in `MixedPlan.of`; `room`: queries of a row."""
+        parts = cls([], [], [])
+        for sequence in range(decodes, len(starts) - 1):
+            end = starts[sequence + 1]
+            for first in range(starts[sequence], end, room):
+                parts.starts.append(first)
+                parts.owners.append(sequence)
+                parts.behind.append(max(0, end - first - room))
+        parts.starts.append(starts[-1])
+        return parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +109,7 @@ class MixedPlan:
             v_cache: as in `plan_paged_decode`.
 
         Raises:
-            ValueError: there are no decodes or no prefills.
+            ValueError: there are no decodes, or no tokens of prefills.
         """
         sequences, device = len(starts) - 1, q.device
         if not 0 < decodes < sequences:
@@ -90,17 +117,15 @@ class MixedPlan:
                 f"{decodes} decodes of {sequences} sequences: must be at least one and not all; "
                 "paged_decode takes decodes alone"
             )
+        if starts[decodes] == starts[-1]:
+            raise ValueError(
+                f"no tokens behind the {decodes} decodes: must be at least one; paged_decode takes decodes alone"
+            )
         room = max(1, MAX_HEIGHT // (q.shape[1] // k_cache.shape[2]))
-        firsts, owner, behind = [], [], []
-        for sequence in range(decodes, sequences):
-            end = starts[sequence + 1]
-            for first in range(starts[sequence], end, room):
-                firsts.append(first)
-                owner.append(sequence)
-                behind.append(max(0, end - first - room))
+        parts = Parts.of(starts, decodes, room)
+        places = [torch.tensor(each) for each in (starts, parts.owners, parts.behind, parts.starts)]
+        begins, owners, rests, cuts = (each.to(device, non_blocking=True) for each in places)
         counts = [end - first for first, end in itertools.pairwise(starts)]
-        places = [torch.tensor(each) for each in (starts, owner, behind, [*firsts, starts[-1]])]
-        begins, owners, rests, parts = (each.to(device, non_blocking=True) for each in places)
         decode = PagedCall(
             query=q.unsqueeze(1),
             keys=k_cache,
@@ -122,26 +147,15 @@ class MixedPlan:
                 **decode.__dict__,
                 "table": block_table[owners],
                 "lengths": (lengths[owners] - rests).to(lengths.dtype),
-                "starts": parts,
+                "starts": cuts,
                 "most_queries": room,
             }
         )
         for call in (prefill, decode):
             call.check()
-        processors = multiprocessors(device)
-        plans = tuple(
-            DecodePlan.of(
-                rows=call.rows,
-                costs=call.costs,
-                batch=len(call.lengths),
-                workers=max(1, processors // call.paired),
-                paired=call.paired,
-                height=call.height,
-                dim=call.width,
-                device=device,
-            ).fill(call.lengths)
-            for call in (prefill, decode)
-        )
+        plans = [
+            call.plan_for(len(call.lengths), 1).fill(call.lengths) for call in (prefill, decode)
+        ]
         return cls(
             starts=begins,
             tokens=starts[-1],

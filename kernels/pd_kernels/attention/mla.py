@@ -79,17 +79,18 @@ def mla_decode(
             "nested q: must be dense, [batch, queries, heads, 576]. Sequences with other numbers of "
             "queries need a call of their own"
         )
-    check_filled(plan, lengths)
+    if plan is None or plan.latest[0] is not lengths:
+        check_filled(plan, lengths)
     if isinstance(kv_scale, torch.Tensor):
         raise ValueError(f"kv_scale is a tensor {list(kv_scale.shape)}: must be one number")
     if kv_scale != 1.0 and cache.dtype != FP8:
         raise ValueError(
             f"kv_scale {kv_scale:g} with a cache of {cache.dtype}: must be 1, because only a cache of {FP8} has one"
         )
-    tensors, outputs = [q, cache, block_table, lengths], (return_lse, return_partials)
+    tensors, outputs = [q, cache, block_table], (return_lse, return_partials)
     if tree is not None:
         tensors.append(tree)
-    key = direct_key(plan, tensors, out, causal, *outputs)
+    key = direct_key(plan, tensors, lengths, out, causal, *outputs)
     if launch := known_launch(plan, key):
         out, lse = allocated(q, LATENT, out, *outputs)
         target = (out, out if lse is None else lse, lengths, lengths)

@@ -100,32 +100,35 @@ def paged_decode(
         >>> torch.allclose(out[1, 0].float(), scores.softmax(0) @ v_cache[1, :5, 0].float(), atol=0.02)
         True
     """
-    check_filled(plan, lengths)
-    scales = CacheScales.of(k_scale, v_scale)
+    if plan is None or plan.latest[0] is not lengths:
+        check_filled(plan, lengths)
+    key_scale, value_scale, head_scales = CacheScales.of(k_scale, v_scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dim = v_cache.shape[-1]
-    numbers = [NO_MOD if mod is None else mod.number for mod in (score_mod, mask_mod)]
-    tensors, outputs = [q, k_cache, v_cache, block_table, lengths], (return_lse, return_partials)
+    score = NO_MOD if score_mod is None else score_mod.number
+    mask = NO_MOD if mask_mod is None else mask_mod.number
+    tensors, outputs = [q, k_cache, v_cache, block_table], (return_lse, return_partials)
     if sinks is not None:
         tensors.append(sinks)
-    if scales.heads is not None:
-        tensors += scales.heads
-    key = direct_key(plan, tensors, out, causal, window, *numbers, *outputs)
+    if head_scales is not None:
+        tensors += head_scales
+    key = direct_key(plan, tensors, lengths, out, causal, window, score, mask, *outputs)
     if launch := known_launch(plan, key):
-        out, lse = allocated(q, dim, out, *outputs)
+        lse = None
+        if out is None or return_lse or return_partials:
+            out, lse = allocated(q, v_cache.shape[-1], out, *outputs)
         first, last = out if lse is None else lse, lengths if sinks is None else sinks
         target = (out, first, lengths, last)
         launch(
             *(q, block_table, lengths, target),
             *(k_cache, v_cache, (lengths, lengths)),
-            *(score_factor(scale, scales.key, score_mod), scales.value),
-            scales.heads or (lengths, lengths),
+            *(score_factor(scale, key_scale, score_mod), value_scale),
+            head_scales or (lengths, lengths),
         )
         return out if lse is None else (out, lse)
     if score_mod is not None or mask_mod is not None:
         check_mods(score_mod, mask_mod)
     queries = Queries.of(q, plan)
-    results = DecodeOutputs.of(q, dim, out, return_lse, return_partials)
+    results = DecodeOutputs.of(q, v_cache.shape[-1], out, return_lse, return_partials)
     by_query_out, by_query_lse = results.by_query
     scratch, rows = planned(plan)
     run = _operator if torch.compiler.is_compiling() else _run
@@ -142,15 +145,15 @@ def paged_decode(
         scratch=scratch,
         rows=rows,
         scale=scale,
-        key_scale=scales.key,
-        value_scale=scales.value,
+        key_scale=key_scale,
+        value_scale=value_scale,
         causal=causal,
         window=window,
-        score_mod=numbers[0],
-        mask_mod=numbers[1],
+        score_mod=score,
+        mask_mod=mask,
         sinks=sinks,
-        key_scales=scales.heads and scales.heads[0],
-        value_scales=scales.heads and scales.heads[1],
+        key_scales=head_scales and head_scales[0],
+        value_scales=head_scales and head_scales[1],
     )
     keep(plan, key, made)
     return results.returned

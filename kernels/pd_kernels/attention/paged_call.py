@@ -231,7 +231,7 @@ class CacheScales(NamedTuple):
     def of(cls, k_scale: Scale, v_scale: Scale) -> "CacheScales":
         """Raise ValueError if only one of them is a tensor."""
         if type(k_scale) is float and type(v_scale) is float:
-            return cls(k_scale, v_scale, None)
+            return _UNSCALED if k_scale == v_scale == 1.0 else cls(k_scale, v_scale, None)
         if isinstance(k_scale, torch.Tensor) and isinstance(v_scale, torch.Tensor):
             return cls(1.0, 1.0, (k_scale, v_scale))
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -241,3 +241,6 @@ class CacheScales(NamedTuple):
                     "numbers, or float32 [KV heads]"
                 )
         return cls(float(k_scale), float(v_scale), None)
+
+
+_UNSCALED = CacheScales(1.0, 1.0, None)

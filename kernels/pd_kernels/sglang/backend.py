@@ -89,6 +89,13 @@ class FixedTables:
         return PageTables(self._table[:count], self._lengths[:count])
 
 
+class Plans(NamedTuple):
+    """The plans of steps with one number of queries: that of each layer, and each plan once."""
+
+    of_layer: dict[Any, DecodePlan]
+    every: list[DecodePlan]
+
+
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 soft_cap_of = functools.cache(soft_cap)
@@ -137,7 +144,8 @@ class DecodeBackend(AttentionBackend):
         self._fixed: FixedTables | None = None
         self._tables: PageTables | None = None
         self._queries = 1
-        self._plans: dict[Any, DecodePlan] = {}
+        self._plans: dict[int, Plans] = {}  # by the number of queries
+        self._views: dict[int, torch.Tensor] = {}
 
     @property
     def _on_gpu(self) -> bool:
@@ -162,6 +170,15 @@ class DecodeBackend(AttentionBackend):
     def write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         """Write the KV of a step's tokens into the cache."""
         raise NotImplementedError
+
+    def by_page(self, name: int, rows: torch.Tensor, axes: int) -> torch.Tensor:
+        """A view `[page, token, ...]` of one of the pool's tensors, with the last `axes` of its axes. It is kept under `name`,
+        because a view takes the host a microsecond. While it is kept, no other tensor can have its address."""
+        view = self._views.get(name)
+        if view is None or view.data_ptr() != rows.data_ptr():
+            view = rows.view(-1, self.page_size, *rows.shape[-axes:])
+            self._views[name] = view
+        return view
 
     def _make_tree(self) -> DraftTree | None:
         if not self._drafts:
@@ -235,19 +252,26 @@ class DecodeBackend(AttentionBackend):
 
     def plan(self, layer: Any) -> DecodePlan | None:
         """The plan of a layer in this step; None on a CPU."""
-        return self._plans.get((self._queries, self.plan_key(layer)))
+        plans = self._plans.get(self._queries)
+        return plans.of_layer.get(layer) if plans else None
 
     def begin(self, tables: PageTables, queries: int = 1) -> None:
         """Begin a step in which each request has this many queries, its last tokens."""
         self._tables, self._queries = tables, queries
         if not self._on_gpu:
             return
+        if queries not in self._plans:
+            self._plans[queries] = self._make_plans(queries)
+        for plan in self._plans[queries].every:
+            plan.fill(tables.lengths)
+
+    def _make_plans(self, queries: int) -> Plans:
+        made: dict[Any, DecodePlan] = {}
         for layer in self.layers:
-            if (key := (queries, self.plan_key(layer))) not in self._plans:
-                self._plans[key] = self.make_plan(layer, queries)
-        for (count, _), plan in self._plans.items():
-            if count == queries:
-                plan.fill(tables.lengths)
+            if (key := self.plan_key(layer)) not in made:
+                made[key] = self.make_plan(layer, queries)
+        of_layer = {layer: made[self.plan_key(layer)] for layer in self.layers}
+        return Plans(of_layer, [*made.values()])
 
     def forward_decode(
         self,
@@ -265,21 +289,26 @@ class DecodeBackend(AttentionBackend):
         Raises:
             NotImplementedError: the model passes other arguments.
         """
-        refuse([name for name, value in unknown.items() if value is not None])
+        if unknown:
+            refuse([name for name, value in unknown.items() if value is not None])
         if save_kv_cache and k is not None:
             assert v is not None
             self.write(k, v, layer, forward_batch)
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).contiguous()
+        heads, dim = layer.tp_q_head_num, layer.qk_head_dim
+        # Queries are often a part of a wider tensor. The kernels take any stride of tokens, so they are not copied. Kernels are
+        # compiled for the stride of heads, which must not depend on the batch.
+        query = q.reshape(-1, heads, dim)
+        if not query.is_contiguous() and query.stride()[1:] != (dim, 1):
+            query = query.contiguous()
         # SGLang may pad the tokens after it has planned the step (`prepare_mlp_sync_batch`). Nobody reads these rows.
-        rows = self.tables.lengths.shape[0] * self._queries
-        if padding := query.shape[0] - rows:
+        tokens, rows = query.shape[0], self.tables.lengths.shape[0] * self._queries
+        if tokens != rows:
             query = query[:rows]
         if self._queries > 1:
             query = query.unflatten(0, (-1, self._queries))
-        attended = self.attend(query, layer, sinks).view(
-            rows, layer.tp_q_head_num * layer.v_head_dim
-        )
-        return torch.nn.functional.pad(attended, (0, 0, 0, padding)) if padding else attended
+        attended = self.attend(query, layer, sinks).view(rows, heads * layer.v_head_dim)
+        padding = 0, 0, 0, tokens - rows
+        return attended if tokens == rows else torch.nn.functional.pad(attended, padding)
 
     def forward_extend(
         self,
@@ -339,25 +368,20 @@ class PagedBackend(DecodeBackend):
     def make_plan(self, layer: Any, queries: int = 1) -> DecodePlan:
         keys, values = self.pages(layer)
         query = torch.empty((), dtype=self.dtype, device=self.device)
+        window, tree = window_of(layer), self.tree_of(queries)
         return plan_paged_decode(
             query.expand(1, queries, layer.tp_q_head_num, layer.qk_head_dim),
             keys,
             values,
-            window=self._window(layer, queries),
+            window=tree.reach(window) if tree else window,
             max_batch=self._most_requests,
         )
 
-    def _window(self, layer: Any, queries: int) -> int:
-        """The window that the kernel is given."""
-        tree, window = self.tree_of(queries), window_of(layer)
-        return tree.reach(window) if tree else window
-
     def pages(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a layer's keys and values, `[page, token, kv head, dim]` each."""
-        keys = self.pool.get_key_buffer(layer.layer_id)
-        values = self.pool.get_value_buffer(layer.layer_id)
-        shape = (-1, self.page_size)
-        return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
+        number = layer.layer_id  # SGLang's calls wait for a layer that is being loaded
+        keys = self.by_page(2 * number, self.pool.get_key_buffer(number), 2)
+        return keys, self.by_page(2 * number + 1, self.pool.get_value_buffer(number), 2)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         where = KVWriteLoc.for_batch(forward_batch)
@@ -366,16 +390,16 @@ class PagedBackend(DecodeBackend):
     def attend(self, query: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
         keys, values = self.pages(layer)
         coded = keys.dtype == FP8
-        tree = self.tree_of(self._queries)
+        window, tree = window_of(layer), self.tree_of(self._queries)
         out: torch.Tensor = paged_decode(
             query,
             keys,
             values,
             *self.tables,
             scale=layer.scaling,
-            window=self._window(layer, self._queries),
+            window=tree.reach(window) if tree else window,
             score_mod=cap_of(layer),
-            mask_mod=tree.mod(window_of(layer)) if tree else None,
+            mask_mod=tree.mod(window) if tree else None,
             sinks=sinks,
             k_scale=(layer.k_scale_float or 1.0) if coded else 1.0,
             v_scale=(layer.v_scale_float or 1.0) if coded else 1.0,
@@ -430,8 +454,7 @@ class MlaBackend(DecodeBackend):
 
     def pages(self, layer: Any) -> torch.Tensor:
         """A view of a layer's latents, `[page, token, 576]`."""
-        latents: torch.Tensor = self.pool.get_key_buffer(layer.layer_id)
-        return latents.view(-1, self.page_size, latents.shape[-1])
+        return self.by_page(layer.layer_id, self.pool.get_key_buffer(layer.layer_id), 1)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         self.pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)

@@ -3,7 +3,8 @@
 computes."""
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ _TOKENS = ("slot_mapping", "positions")
 _COMPUTED_LATER = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
 
 
-class Decodes(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decodes:
     """The decodes of a batch: its first requests, all with the same number of new tokens.
 
     Attributes:
@@ -37,12 +39,13 @@ class Decodes(NamedTuple):
     block_table: torch.Tensor
     lengths: torch.Tensor
 
-    @property
+    @functools.cached_property
     def requests(self) -> int:
         return int(self.lengths.shape[0])
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
+        """Every layer of a step asks for it."""
         return self.requests * self.queries
 
 

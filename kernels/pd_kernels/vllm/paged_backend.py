@@ -6,6 +6,7 @@ rest.
 classes. The stock backend writes KV in its own layout.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -130,7 +131,7 @@ class PagedImpl(AttentionImpl):
         else:
             self._mod = None
 
-    @property
+    @functools.cached_property
     def plan_key(self) -> PlanKey:
         return self.window, int(self.num_heads)
 

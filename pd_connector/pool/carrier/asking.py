@@ -46,11 +46,14 @@ FIND_S = 0.1
 SILENT_S = 0.25
 """Longest silence of a carrier that brings a chunk, in seconds."""
 BRING_S = 4.0
-"""Longest wait for a chunk, in seconds."""
+"""Longest time in which a carrier brings no chunk at all, in seconds."""
+QUEUE_S = 10.0
+"""Longest wait for a chunk while others come before it, in seconds."""
 _CHECK_S = 60.0
 """Longest wait for a chunk that is checked, in seconds."""
 _LOOKS_AGAIN_S = 1.0
 """After which a carrier that was not there is looked for again, in seconds."""
+_NOTHING = Sizes([])
 _CAUSES = {str(cause): cause for cause in Miss}
 
 
@@ -58,8 +61,15 @@ class AbsentError(OSError):
     """No carrier serves this host."""
 
 
+class QueuedError(TimeoutError):
+    """A chunk has waited for too long behind others, which have come."""
+
+
 class CarrierLink:
     """Any thread may use it. Connections are made when they are needed.
+
+    Attributes:
+        moved_s: when the carrier last told that chunks come, for whatever engine, on the steady clock.
 
     Args:
         folder: the memory tier's folder.
@@ -69,21 +79,24 @@ class CarrierLink:
         self._path = folder
         self._folder: SocketFolder | None = None
         self._free: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
+        self._closed = False
         self._lock = threading.Lock()
         self._absent_until_s = 0.0
         self._answers = Answers()
         self._probing = False
+        self.moved_s = 0.0
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Bytes of the first chunks of a chain that the far store has. Empty without a carrier, or while it is silent."""
+    def find(self, keys: Sequence[bytes]) -> Sizes:
+        """The first chunks of a chain that the far store has. Empty without a carrier, or while it is silent."""
         if not keys or not self.is_there:
-            return []
+            return _NOTHING
         with self._lock:
             if not self._answers.waited_for:
                 if not self._probing and self._answers.asks(time.monotonic()):
                     self._probing = True
                     threading.Thread(target=self._probe, args=(list(keys),), daemon=True).start()
-                return []
+                return _NOTHING
         return self._find(keys)
 
     def bring(self, key: bytes) -> None:
@@ -98,6 +111,8 @@ class CarrierLink:
             answer = self._request(Bring([key]), SILENT_S, BRING_S)
         except AbsentError:
             return
+        except QueuedError as error:  # the far store answers: it is not left alone
+            raise PoolError(Miss.NOT_WORTH, str(error)) from None
         except (OSError, msgspec.MsgspecError) as error:
             self._late(f"the carrier brings no chunk ({error!r})")
             raise PoolError(
@@ -110,16 +125,19 @@ class CarrierLink:
             if cause is Miss.LATE:
                 self._late(answer.detail)
             raise PoolError(cause, answer.detail)
+        self.moved_s = time.monotonic()
 
     def prefetch(self, keys: Sequence[bytes]) -> None:
-        """Have chunks on their way before they are read."""
+        """Have chunks brought, one after another. Returns when the carrier has noted all, so that no `bring` that follows
+        comes before them."""
         if not keys or not self.is_there or not self._answers.waited_for:
             return
-        with contextlib.suppress(OSError):
-            channel = self._taken()
-            channel.settimeout(FIND_S)
-            channel.sendall(encode(Bring(list(keys[:MOST_KEYS]), waits=False)))
-            self._give_back(channel)
+        try:
+            self._request(Bring(list(keys[:MOST_KEYS]), waits=False), FIND_S, FIND_S)
+        except AbsentError:
+            return
+        except (OSError, msgspec.MsgspecError) as error:
+            self._late(f"the carrier notes no chunks within {FIND_S:g} s ({error!r})")
 
     def status(self, within_s: float = 2.0) -> Status | None:
         """The carrier's status; None without a carrier, or if it does not answer in time."""
@@ -149,8 +167,12 @@ class CarrierLink:
         return None
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up. Requests under way fail."""
         with self._lock:
+            self._closed = True
+            for channel in self._busy:
+                with contextlib.suppress(OSError):
+                    channel.shutdown(socket.SHUT_RDWR)
             for channel in self._free:
                 channel.close()
             self._free.clear()
@@ -175,20 +197,20 @@ class CarrierLink:
         finally:
             self._probing = False
 
-    def _find(self, keys: Sequence[bytes]) -> list[int]:
+    def _find(self, keys: Sequence[bytes]) -> Sizes:
         try:
             answer = self._request(Find(list(keys[:MOST_KEYS])), FIND_S, FIND_S)
         except AbsentError:
-            return []
+            return _NOTHING
         except (OSError, msgspec.MsgspecError) as error:
             self._late(f"the carrier answers no look-up within {FIND_S:g} s ({error!r})")
-            return []
+            return _NOTHING
         if not isinstance(answer, Sizes) or answer.silent:
             self._late("the carrier says that it does not answer")
-            return []
+            return _NOTHING
         with self._lock:
             self._answers.in_time()
-        return answer.sizes
+        return answer
 
     def _late(self, why: str) -> None:
         with self._lock:
@@ -197,10 +219,18 @@ class CarrierLink:
             self._answers.late(time.monotonic())
 
     def _request(self, message: Request, silent_s: float, most_s: float) -> Answer:
-        """Raises OSError or MsgspecError. A connection on which something went wrong is closed."""
+        """Raises OSError or MsgspecError. A connection on which something went wrong is closed.
+
+        Args:
+            most_s: longest wait for the answer. It begins again when the carrier tells that other chunks have come.
+        """
         channel = self._taken()
+        with self._lock:
+            self._busy.add(channel)
         try:
-            until_s = time.monotonic() + most_s
+            began_s = time.monotonic()
+            until_s = began_s + most_s
+            ended: int | None = None
             channel.settimeout(silent_s)
             channel.sendall(encode(message))
             while True:
@@ -209,17 +239,29 @@ class CarrierLink:
                 answer = answers.decode(data)
                 if not isinstance(answer, Waiting):
                     break
-                if time.monotonic() >= until_s:
-                    raise TimeoutError(f"a chunk has not come for {most_s:g} s")
+                now_s = time.monotonic()
+                if ended is not None and answer.ended != ended:
+                    until_s, self.moved_s = now_s + most_s, now_s
+                ended = answer.ended
+                if now_s >= until_s:
+                    raise TimeoutError(f"no chunk has come for {most_s:g} s")
+                if now_s >= began_s + QUEUE_S:
+                    raise QueuedError(f"a chunk has waited for {QUEUE_S:g} s behind others")
         except BaseException:
             channel.close()
             raise
+        finally:
+            with self._lock:
+                self._busy.discard(channel)
         self._give_back(channel)
         return answer
 
     def _give_back(self, channel: socket.socket) -> None:
         with self._lock:
-            self._free.append(channel)
+            if self._closed:
+                channel.close()
+            else:
+                self._free.append(channel)
 
     def _taken(self) -> socket.socket:
         """A connection. Raises OSError."""

@@ -36,17 +36,26 @@ class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sizes"
     sizes: Annotated[list[int], msgspec.Meta(max_length=MOST_KEYS)]
     silent: bool = False
     """The far store does not answer."""
+    wait_s: float = 0.0
+    """How long other chunks are on their way before the last one of these can come, in seconds."""
 
 
 class Bring(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="bring"):
-    """Bring chunks into the host's memory. With one key and `waits` answered by `Brought`, else not answered."""
+    """Bring chunks into the host's memory. With one key and `waits` answered by `Brought`, else by `Noted`."""
 
     keys: Keys
     waits: bool = True
 
 
+class Noted(msgspec.Struct, frozen=True, tag="noted"):
+    """The chunks are on their way."""
+
+
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     """The chunk is still on its way."""
+
+    ended: int = 0
+    """Chunks that have come to this host so far, or turned out not to come: while it grows, others come before this one."""
 
 
 class Brought(msgspec.Struct, frozen=True, tag="brought"):
@@ -122,7 +131,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="is"):
 
 
 Request = Find | Bring | Ask | AskFar | Check
-Answer = Sizes | Waiting | Brought | Status | FarPage | Checked
+Answer = Sizes | Noted | Waiting | Brought | Status | FarPage | Checked
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

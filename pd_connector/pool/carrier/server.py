@@ -25,6 +25,7 @@ from pd_connector.pool.carrier.messages import (
     Brought,
     Check,
     Find,
+    Noted,
     SocketFolder,
     Waiting,
     encode,
@@ -131,8 +132,16 @@ class CarrierServer:
             _send(channel, encode(self._carrier.journal.page(message.after)))
         elif isinstance(message, Bring):
             futures = self._carrier.bring(message.keys)
-            if message.waits and futures:
-                _send(channel, encode(_ended(channel, futures[0])))
+            waits = message.waits and futures
+            _send(channel, encode(self._ended(channel, futures[0]) if waits else Noted()))
+
+    def _ended(self, channel: socket.socket, future: "Future[Brought]") -> Brought:
+        """Wait for a chunk, and tell the engine meanwhile that the carrier still works, and how many chunks have come."""
+        while not future.done():
+            wait([future], BEAT_S)
+            if not future.done():
+                _send(channel, encode(Waiting(self._carrier.ended)))
+        return future.result()
 
 
 def _listening(path: Path) -> tuple[SocketFolder, int, socket.socket]:
@@ -156,15 +165,6 @@ def _listening(path: Path) -> tuple[SocketFolder, int, socket.socket]:
     listener.listen(_MOST_CONNECTIONS)
     listener.settimeout(_LOOKS_EVERY_S)
     return folder, lock, listener
-
-
-def _ended(channel: socket.socket, future: "Future[Brought]") -> Brought:
-    """Wait for a chunk, and send the engine a sign meanwhile that the carrier still works on it."""
-    while not future.done():
-        wait([future], BEAT_S)
-        if not future.done():
-            _send(channel, encode(Waiting()))
-    return future.result()
 
 
 def _send(channel: socket.socket, packet: bytes) -> None:

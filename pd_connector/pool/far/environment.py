@@ -12,6 +12,8 @@ from pd_connector.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[2]
 OPTION = "--client-python"
+CHECKED = "checked:"
+"""What the program of a check prints first. Another program than Python may print nothing, and end well."""
 _CHECK_S = 120.0
 """Longest check of an address, in seconds."""
 _BEGINS = """
@@ -57,4 +59,8 @@ def problem_there(python: str, address: str) -> str:
             f"{OPTION} {python}: cannot be used ({last}): must be a Python of 3.11 or later whose environment has msgspec and the "
             "far store's client"
         )
-    return ended.stdout.strip()
+    if not ended.stdout.startswith(CHECKED):
+        raise ConfigError(
+            f"{OPTION} {python}: cannot be used (it did not run what it was given): must be a Python of 3.11 or later"
+        )
+    return ended.stdout.removeprefix(CHECKED).strip()

@@ -19,7 +19,6 @@ import time
 from argparse import ArgumentParser
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from operator import not_
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult
@@ -77,7 +76,7 @@ class LMCacheStore(FarStore):
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[int]:
         there = self._read(list(map(self._body, names, map(len, buffers))), buffers)
-        self._delete(list(map(self._head, itertools.compress(names, map(not_, there)))))
+        self._delete([self._head(name) for name, ok in zip(names, there, strict=True) if not ok])
         return [len(buffer) * is_there for buffer, is_there in zip(buffers, there, strict=True)]
 
     def put(self, names: Sequence[str], data: Sequence[memoryview]) -> list[bool]:
@@ -108,8 +107,7 @@ class LMCacheStore(FarStore):
         return time.monotonic() + self._deadline_s / 2 + sum(map(len, data)) / 20e6  # bytes/s
 
     def _read(self, keys: Sequence[Any], buffers: Sequence[memoryview]) -> list[bool]:
-        """Read objects that are as long as their buffers. Returns for each whether it was there. Raises
-        TimeoutError."""
+        """Read objects that are as long as their buffers. Returns which were there. Raises TimeoutError."""
         api, manager, until_s = self._api, self._manager, self._until_s(buffers)
         by_size, tasks, there = defaultdict[int, list[int]](list), [], [False] * len(keys)
         for place, buffer in enumerate(buffers):
@@ -133,8 +131,7 @@ class LMCacheStore(FarStore):
         return there
 
     def _write(self, keys: Sequence[Any], data: Sequence[Any]) -> list[bool]:
-        """Write objects into each tier; False entries are skipped. Returns for each object whether some tier took
-        it."""
+        """Write objects into each tier; False entries are skipped. Returns which objects some tier took."""
         manager, until_s, written = self._manager, self._until_s(filter(None, data)), list[Any]()
         self._stored.clear()
         for key, each in zip(keys, data, strict=True):

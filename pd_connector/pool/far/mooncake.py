@@ -7,24 +7,18 @@ The client lends no memory. It listens on all addresses without authentication, 
 key is always needed. Objects are copied out of the client's memory before they are opened: others can write there.
 """
 
-import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import SplitResult, parse_qs
 
-from pd_connector.errors import ConfigError
 from pd_connector.pool.far.base import FarStore
+from pd_connector.pool.far.mooncake_client import (
+    MISSING,
+    PORT,
+    MooncakeDistributedStore,
+    new_client,
+)
 
-_missing = ""
-if TYPE_CHECKING:
-    from mooncake.store import MooncakeDistributedStore
-else:
-    try:
-        from mooncake.store import MooncakeDistributedStore
-    except ImportError as error:  # the package is missing, or a library that it needs
-        MooncakeDistributedStore, _missing = None, str(error)
-
-_PORT = 50051
 _ADMIN_PORT = 9003
 """Port of the master's HTTP server, unless it was started with another `--metrics_port`."""
 _KNOWN = {"protocol": ("tcp", "rdma"), "devices": None, "host": None, "admin": None}
@@ -43,11 +37,11 @@ class MooncakeStore(FarStore):
     def problem(cls, address: SplitResult) -> str:
         if MooncakeDistributedStore is None:
             return (
-                f"Mooncake's client cannot be imported ({_missing}): pip install {cls.package}; if a library such as "
+                f"Mooncake's client cannot be imported ({MISSING}): pip install {cls.package}; if a library such as "
                 "libibverbs.so.1 is missing, apt install libibverbs1 libnl-3-200 libnl-route-3-200"
             )
         if not address.hostname:
-            return f"names no master: write mooncake://HOST:{_PORT}"
+            return f"names no master: write mooncake://HOST:{PORT}"
         if address.path.strip("/") or address.username or address.password:
             return "has a path, user or password: Mooncake has none; write mooncake://HOST:PORT"
         for name, (value, *_) in parse_qs(address.query, keep_blank_values=True).items():
@@ -121,37 +115,3 @@ def whole_in_memory(copies: Sequence[Any]) -> list[Any]:
         for copy in copies
         if copy.is_memory_replica() and copy.status.name == "COMPLETE"
     ]
-
-
-def new_client(address: SplitResult, deadline_s: float, buffer_bytes: int) -> Any:
-    """A client of Mooncake, which lends nothing so far.
-
-    Args:
-        buffer_bytes: bytes of memory through which objects pass.
-
-    Raises:
-        OSError: the master cannot be reached.
-        ConfigError: Mooncake refuses.
-    """
-    given = {name: values[0] for name, values in parse_qs(address.query).items()}
-    master = address.hostname or "", address.port or _PORT
-    host = given.get("host") or _own_address(master, deadline_s)
-    client: Any = MooncakeDistributedStore()
-    settings = (
-        host,
-        "P2PHANDSHAKE",  # so Mooncake's metadata server, which has no authentication, is never started
-        0,  # bytes lent
-        buffer_bytes,
-        given.get("protocol", "tcp"),
-        given.get("devices", ""),
-        f"{master[0]}:{master[1]}",
-    )
-    if code := client.setup(*settings):
-        raise ConfigError(f"Mooncake's client answers {code} to its setup with {settings}")
-    return client
-
-
-def _own_address(master: tuple[str, int], deadline_s: float) -> str:
-    """The address of this host that the master's network sees. Raises OSError: the master cannot be reached."""
-    with socket.create_connection(master, timeout=deadline_s) as channel:
-        return str(channel.getsockname()[0])

@@ -7,7 +7,8 @@
 Set `maxmemory` and `maxmemory-policy allkeys-lru` at the server: it evicts, the carrier does not.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, parse_qs, unquote
@@ -26,6 +27,8 @@ else:
 _PORT = 6379
 _PREFIX = "pd:"
 _KNOWN = ("cluster", "ca")
+_FULL_S = 1.0
+"""A server that is full refuses an object only after it was sent. For this time, in seconds, it is sent no other one."""
 _OTHER_NODES = "the cluster's other nodes, which it names itself"
 
 
@@ -77,12 +80,16 @@ class RedisStore(FarStore):
         }
         if address.scheme == "rediss":
             settings |= {"ssl": True, "ssl_ca_certs": given.get("ca", [None])[0]}
+        self._node_of: Callable[[str], str]
         if "cluster" in given:
             self._client: Any = redis.RedisCluster(**settings)
+            self._node_of = lambda key: self._client.get_node_from_key(key).name
         else:
             settings["db"] = int(address.path.strip("/") or 0)
             self._client = redis.Redis(**settings)
+            self._node_of = lambda key: ""
         self._client.ping()
+        self._full_until_s: dict[str, float] = {}
 
     def has(self, names: Sequence[str]) -> list[int]:
         pipeline = self._client.pipeline(transaction=False)
@@ -110,9 +117,15 @@ class RedisStore(FarStore):
         return [self._kept(_PREFIX + name, each) for name, each in zip(names, data, strict=True)]
 
     def _kept(self, key: str, data: memoryview) -> bool:
+        node = self._node_of(key)
+        if time.monotonic() < self._full_until_s.get(node, 0.0):
+            return False
         try:
             return bool(self._client.set(key, data))
-        except redis.ResponseError:  # it is full and may not evict, or this user may not write
+        except redis.exceptions.OutOfMemoryError:  # it is full, and may not evict
+            self._full_until_s[node] = time.monotonic() + _FULL_S
+            return False
+        except redis.ResponseError:  # this user may not write
             return False
 
     def remove(self, names: Sequence[str]) -> None:

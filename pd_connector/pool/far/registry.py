@@ -10,8 +10,9 @@ from urllib.parse import SplitResult, urlsplit
 
 from pd_connector.errors import ConfigError, did_you_mean
 from pd_connector.extensions import load_entry_points
+from pd_connector.hosts import without_secret
 from pd_connector.pool.far.base import FAR_STORE_GROUP, FarStore
-from pd_connector.pool.far.environment import problem_there
+from pd_connector.pool.far.environment import CHECKED, problem_there
 
 _BUILT_IN = {
     "redis": "pd_connector.pool.far.redis:RedisStore",
@@ -22,7 +23,8 @@ _BUILT_IN = {
 }
 """Imported when an address names them: each imports a client of its own."""
 OPTION = "--far"
-_SECRET = re.compile(r"(?<=://)([^:@/?#]*):.*(?=@)")
+_NO_PORT = re.compile(r"(?<=://)([^:@/?#\[\]]+):(?!\d+(?:[/?#]|$))[^@/?#]+")
+"""What stands in a port's place and is none: a password without `@HOST`."""
 
 
 def far_class(scheme: str) -> type[FarStore]:
@@ -66,18 +68,14 @@ def far_address(text: str, *, sealed: bool, python: str = "") -> tuple[type[FarS
     try:
         address = urlsplit(text)
         _ = address.port
-        misread = shown != text and "@" not in address.netloc  # a password with /, ? or #
     except ValueError:  # its text can have the password
-        misread = True
-    if misread:
-        raise ConfigError(
-            f"{OPTION} {shown}: is not an address: a port is a number up to 65535, and : / ? # @ [ ] in a password are written "
-            "as %3A %2F %3F %23 %40 %5B %5D"
-        )
+        raise _not_an_address(_NO_PORT.sub(r"\1:***", shown)) from None
     if not address.scheme:
         raise ConfigError(
             f"{OPTION} {shown!r}: must begin with a scheme, such as redis://HOST:6379"
         )
+    if "***@" in shown and "@" not in address.netloc:  # a password with /, ? or #
+        raise _not_an_address(shown)
     store = far_class(address.scheme)
     if problem := problem_there(python, text) if python else store.problem(address):
         raise ConfigError(f"{OPTION} {shown}: {problem}")
@@ -92,6 +90,13 @@ def far_address(text: str, *, sealed: bool, python: str = "") -> tuple[type[FarS
     return store, address
 
 
+def _not_an_address(shown: str) -> ConfigError:
+    return ConfigError(
+        f"{OPTION} {shown}: is not an address such as redis://HOST:6379: a port is a number up to 65535, and : / ? # @ [ ] in a "
+        "password are written as %3A %2F %3F %23 %40 %5B %5D"
+    )
+
+
 def is_loopback(host: str) -> bool:
     """Whether only programs of this machine can be reached there."""
     if host == "localhost":
@@ -102,15 +107,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def without_secret(text: str) -> str:
-    """An address for people: its password is left out."""
-    return _SECRET.sub(r"\1:***", text)
-
-
 def _main() -> None:
     """Print the error in the address that is given on standard input. `problem_there` runs this in another Python."""
     address = urlsplit(sys.stdin.read())
-    print(far_class(address.scheme).problem(address))
+    print(CHECKED, far_class(address.scheme).problem(address))
 
 
 if __name__ == "__main__":

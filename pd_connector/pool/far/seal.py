@@ -183,7 +183,8 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
                 )
             lines = [line.strip() for line in file.read(4096).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}: {advice}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{path}: cannot be read: {why}: {advice}") from None
     if not 1 <= len(lines) <= MOST_KEYS:
         raise ConfigError(
             f"{path}: has {len(lines)} keys: must have one, or two while the key is changed, one a line: {advice}"

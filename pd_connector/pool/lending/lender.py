@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import SplitResult
 
 from pd_connector.errors import ConfigError
-from pd_connector.pool.far.mooncake import MooncakeStore, new_client, whole_in_memory
+from pd_connector.pool.far.mooncake import MooncakeStore, whole_in_memory
+from pd_connector.pool.far.mooncake_client import new_client
 from pd_connector.pool.lending.master import DrainJob, LateMasterError, Master, SilentMasterError
 from pd_connector.pool.settings import text_of
 

@@ -32,6 +32,8 @@ class Found(NamedTuple):
     """Names of its parts, in the order of their names. Empty in tier `FAR`: they are known once it was brought."""
     nbytes: int
     """The bytes of all parts together."""
+    wait_s: float = 0.0
+    """How long other chunks are on their way from the far store before this one can come, in seconds."""
 
 
 class Chunk(NamedTuple):
@@ -171,7 +173,7 @@ class Reading(ABC):
         """Fill `buffer` with the bytes of the part from `offset` on.
 
         Raises:
-            PoolError: DAMAGED, the file ends before, or cannot be read.
+            PoolError: DAMAGED, the file ends before, or cannot be read; REFUSED, it cannot be read at the moment.
         """
 
     def take(self, offset: int, nbytes: int) -> bytes:
@@ -259,28 +261,39 @@ class Store(ABC):
 
     @abstractmethod
     def bring(self, key: bytes) -> Found | None:
-        """Bring a chunk to this host, so that `read` can open its parts. Waits for seconds at most if it is in tier
-        `FAR`, and does not wait otherwise.
+        """Bring a chunk to this host, so that `read` can open its parts. If it is in tier `FAR`, waits as long as chunks
+        come from there, 10 s at most. Does not wait otherwise.
 
         Returns:
             The chunk's present place; None if no tier has it.
 
         Raises:
-            PoolError: LATE, the far store does not answer; REFUSED, this host has no room; DAMAGED, the far store's
-                object was altered, and has been removed.
+            PoolError: LATE, the far store does not answer; NOT_WORTH, the chunk has waited for 10 s behind others; REFUSED,
+                this host has no room; DAMAGED, the far store's object was altered, and has been removed.
         """
+
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        """Have chunks of tier `FAR` brought to this host, one after another. Returns when all are on their way, within
+        0.1 s; `bring` waits for each."""
+        return
 
     def brings_at_once(self, key: bytes) -> bool:
         """Whether `bring` of this chunk does not wait, because it is on this host or cannot come from afar."""
         return True
+
+    @property
+    def far_moved_s(self) -> float:
+        """When a chunk last came from the far store while `bring` waited for its own, on the steady clock. The far store
+        is not silent then, however long a chunk waits for its turn."""
+        return 0.0
 
     @abstractmethod
     def read(self, key: bytes, part: str) -> Reading:
         """Open a part of a chunk of this host.
 
         Raises:
-            PoolError: EVICTED, the chunk or the part is not there; DAMAGED, its file is missing, short, or not of this user.
-                A damaged chunk is removed.
+            PoolError: EVICTED, the chunk or the part is not there; DAMAGED, its file is missing, short, or not of this user;
+                REFUSED, this process cannot open files at the moment. A damaged chunk is removed.
         """
 
     @abstractmethod

@@ -27,11 +27,19 @@ _OTHERS = 0o077
 PAGE = 4096
 RESERVE_BYTES = 512 << 10
 """Room of the file system that parts leave to the catalog: without it nothing could be evicted."""
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say what the process or the machine lacks at the moment, and nothing about the file."""
 
 
 def charge_of(nbytes: int) -> int:
     """Bytes of a budget that a part uses: its blocks, and one more for its names and its row in the catalog."""
     return -(-nbytes // PAGE) * PAGE + PAGE
+
+
+def unreadable(name: str, error: OSError) -> PoolError:
+    """The error for a part that cannot be opened or read: REFUSED if another attempt can succeed, otherwise DAMAGED."""
+    cause = Miss.REFUSED if error.errno in _PASSING else Miss.DAMAGED
+    return PoolError(cause, f"{name}: {error.strerror}")
 
 
 def _setting(key: str) -> str:
@@ -90,6 +98,12 @@ def private_folder(path: Path, key: str) -> int:
     return descriptor
 
 
+def _mount_point(path: Path) -> Path:
+    """Where the file system of this path is mounted."""
+    path = path.resolve()
+    return next(each for each in (path, *path.parents) if os.path.ismount(each))
+
+
 @contextlib.contextmanager
 def reopened(folder: int) -> Iterator[int]:
     """A descriptor of the same folder with a position of its own. Threads that list one descriptor at the same time move each
@@ -122,19 +136,27 @@ class Folder:
                 opened.append(private_folder(folder, key))
                 undo.callback(os.close, opened[-1])
             self.root, self.index, self.data, self.staged = opened
+            self._mount_point = _mount_point(path)
             self._closing = undo.pop_all()
 
     def close(self) -> None:
         self._closing.close()
 
     def renew(self) -> None:
-        """Open the folder again at its path, after it was removed and created again. Descriptors keep their numbers, so
-        other threads are not affected. Raises ConfigError."""
+        """Open the folder again at its path, after it was removed; create it if its file system is still mounted. Otherwise
+        chunks would fill the file system beneath. Descriptors keep their numbers, so other threads are not affected.
+        Raises ConfigError."""
+        if not os.path.ismount(self._mount_point):
+            raise ConfigError(
+                f"{self.path.parent}: its file system is no longer mounted at {self._mount_point}: mount it again "
+                f"({_setting(self._key)})"
+            )
         if self.name == MEMORY:  # the pool has made the folder above, too
             os.close(private_folder(self.path.parents[1], self._key))
         with contextlib.closing(Folder(self.name, self.path.parent, self._key)) as new:
             for old, fresh in zip(self._opened(), new._opened(), strict=True):
                 os.dup2(fresh, old, inheritable=False)
+            self._mount_point = new._mount_point
 
     def _paths(self) -> list[Path]:
         return [self.path, *(self.path / name for name in ("index", "data", "staged"))]
@@ -256,7 +278,8 @@ class Folder:
         """A descriptor of a part, for reading.
 
         Raises:
-            PoolError: DAMAGED, the file is not there, not as long as it must be, or not this user's alone.
+            PoolError: DAMAGED, the file is not there, not as long as it must be, or not this user's alone; REFUSED, it
+                cannot be opened at the moment.
         """
         place = entry.parts.index(part)
         name, size = entry.files(key)[place], entry.sizes[place]
@@ -265,7 +288,7 @@ class Folder:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(name, flags, dir_fd=self.data)
         except OSError as error:
-            raise PoolError(Miss.DAMAGED, f"{self.path}/data/{name}: {error.strerror}") from None
+            raise unreadable(f"{self.path}/data/{name}", error) from None
         status = os.fstat(descriptor)
         problem = _foreign(status) or (
             f"has {status.st_size} bytes, not {size}" if status.st_size != size else ""

@@ -124,11 +124,21 @@ class LocalStore(Store):
         writer: str = "",
     ) -> LocalWriting | Refusal:
         check_part(key, part, parts, nbytes, tenant)
-        if len(self._folders) > 1 and self._folders[DISK_TIER].text(key):
+        if self._is_on_disk(key):
             return Refusal(Why.EXISTS, "the chunk is on the disk")
         return self._tier_storage.begin_in(
             MEMORY_TIER, key, parent, part, parts, nbytes, tenant, writer
         )
+
+    def _is_on_disk(self, key: bytes) -> bool:
+        """Whether the disk has a chunk. If its entry was altered, it is made again."""
+        if len(self._folders) < 2 or not (text := self._folders[DISK_TIER].text(key)):
+            return False
+        if entry_of(text) is not None:
+            return True
+        with contextlib.suppress(CatalogError, OSError):
+            return self._tier_storage.mend(DISK_TIER, key)
+        return False
 
     # Loading
 
@@ -149,6 +159,8 @@ class LocalStore(Store):
                 try:
                     descriptor = folder.open_part(key, entry, part)
                 except PoolError as error:
+                    if error.cause is not Miss.DAMAGED:
+                        raise
                     if folder.text(key) == text:
                         self._tier_storage.forget(folder, key, text)
                         problem = error

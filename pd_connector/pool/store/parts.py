@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.store.base import DISK, Reading, Writing
-from pd_connector.pool.store.folder import PAGE
+from pd_connector.pool.store.folder import PAGE, unreadable
 
 _DIRECT_BYTES = 256 << 10
 """Shorter reads go through the kernel's cache."""
@@ -102,7 +102,7 @@ class LocalReading(Reading):
                     raise PoolError(Miss.DAMAGED, f"the file ends before byte {offset + len(flat)}")
                 offset, flat = offset + got, flat[got:]
         except OSError as error:
-            raise PoolError(Miss.DAMAGED, f"a part cannot be read: {error.strerror}") from error
+            raise unreadable("a part cannot be read", error) from error
 
     def _read(self, buffer: memoryview, offset: int) -> int:
         """Read some bytes. Much of a disk's file is read straight into the buffer, if the kernel's cache does not have it:

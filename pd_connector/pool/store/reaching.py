@@ -35,9 +35,10 @@ class ReachingStore(Store):
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
         hits = self.host.find(keys)
         here = next((place for place, each in enumerate(hits) if each is None), len(keys))
-        for place, nbytes in enumerate(self.carrier.find(keys[here:]), here):
+        far = self.carrier.find(keys[here:])
+        for place, nbytes in enumerate(far.sizes, here):
             if place < len(hits):
-                hits[place] = Found(FAR, (), nbytes)
+                hits[place] = Found(FAR, (), nbytes, far.wait_s)
         return hits
 
     def bring(self, key: bytes) -> Found | None:
@@ -47,14 +48,14 @@ class ReachingStore(Store):
             (match,) = self.host.find([key])
         return match
 
+    def prefetch(self, keys: Sequence[bytes]) -> None:
+        self.carrier.prefetch(keys)
+
     def brings_at_once(self, key: bytes) -> bool:
         return not self.carrier.is_there or self.host.find([key])[0] is not None
 
     def pin(self, keys: Sequence[bytes], for_s: float, holder: str = "", tenants: int = 1) -> int:
-        here = self.host.pin(keys, for_s, holder, tenants)
-        if not holder:
-            self.carrier.prefetch(keys[here:])
-        return here
+        return self.host.pin(keys, for_s, holder, tenants)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         self.host.unpin(keys)
@@ -97,6 +98,10 @@ class ReachingStore(Store):
 
     def chunks(self, keys: Iterable[bytes] | None = None) -> Iterator[Chunk]:
         return self.host.chunks(keys)
+
+    @property
+    def far_moved_s(self) -> float:
+        return self.carrier.moved_s
 
     @property
     def reaches_far(self) -> bool:

@@ -101,10 +101,6 @@ class TierMaintenance:
             try:
                 if not self._ends:
                     self.turn()
-            except ConfigError as error:  # a folder was removed, and cannot be created again
-                if str(error) != self._complained:
-                    self._complained = str(error)
-                    log.warning("pool: nothing is saved: %s", error)
             except (CatalogError, RefusedError, PoolError, OSError) as error:
                 log.debug("pool: %s", error)
             except Exception:
@@ -130,17 +126,23 @@ class TierMaintenance:
         store = self._store
         for folder in store.folders:
             if not folder.is_there:
+                folder.renew()
                 log.warning(
                     "pool: %s, or a folder in it, was removed, and is created again", folder.path
                 )
-                folder.renew()
                 store.catalog.damaged = "a folder was removed"
                 store.renewed(folder)
         if not store.alive.is_seen:
             store.alive.renew()
 
     def _restore_catalog(self) -> None:
-        self.restore_folders()
+        try:
+            self.restore_folders()
+            self._complained = ""
+        except ConfigError as error:  # a folder cannot be created again; the other tier goes on
+            if str(error) != self._complained:
+                self._complained = str(error)
+                log.warning("pool: nothing is saved there: %s", error)
         if self._store.catalog.damaged:
             self.rebuild_catalog(self._store.catalog.damaged)
         if not self._budgets_written:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pd-connector audit`: has pairs of engines compare a prompt before users come, and reports the result."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
@@ -16,7 +15,14 @@ from pd_connector.protocol.wire.audit_prompt import audit_body, fresh_salt
 from pd_connector.protocol.wire.params import describe_params, prefill_params
 from pd_connector.remedies import remedy_of
 from pd_connector.tools.cli.app import fail
-from pd_connector.tools.cli.checks.asking import Ask, PeerError, SilentPeerError, asker, url_of
+from pd_connector.tools.cli.checks.asking import (
+    Ask,
+    PeerError,
+    SilentPeerError,
+    asker,
+    json_of,
+    url_of,
+)
 
 VERDICT_S = 20.0
 """Longest wait for the end of an audit, in seconds."""
@@ -103,12 +109,13 @@ def named(url: str, ask: Ask) -> Ask:
 def look(url: str, ask: Ask) -> Engine:
     """Ask an engine for its role. Raises PeerError."""
     try:
-        model = str(json.loads(ask("/v1/models", None))["data"][0]["id"])
+        model = str(json_of(ask("/v1/models", None))["data"][0]["id"])
         body = {"model": model, "prompt": "a", "max_tokens": 1}
         answer = _post(ask, {**body, "kv_transfer_params": describe_params()})
     except (ValueError, LookupError, TypeError) as error:
         raise PeerError(f"{url} does not answer as a vLLM engine: {error!r}") from None
-    params = answer.get("kv_transfer_params") or {}
+    params = answer.get("kv_transfer_params")
+    params = params if isinstance(params, dict) else {}
     return Engine(url, ask, model, bool(params.get("describe")), about.read(params).audit_tokens)
 
 
@@ -178,5 +185,5 @@ def _counts(decode: Engine) -> dict[str, float]:
 
 
 def _post(ask: Ask, body: Mapping[str, Any]) -> dict[str, Any]:
-    answer = json.loads(ask("/v1/completions", body))
+    answer = json_of(ask("/v1/completions", body))
     return answer if isinstance(answer, dict) else {}

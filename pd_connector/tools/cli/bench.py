@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -150,7 +151,10 @@ def _producer(settings: dict[str, Any], tokens: int) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_produce, args=(there, settings, tokens), daemon=True)
+    # Ctrl-C reaches both processes. This one ends the other, which would only print a traceback.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.start()
+    signal.signal(signal.SIGINT, handler)
     there.close()
     try:
         yield here

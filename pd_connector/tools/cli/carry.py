@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from pd_connector.errors import ConfigError
+from pd_connector.hosts import without_secret
 from pd_connector.pool.carrier.carrier import Carrier
 from pd_connector.pool.carrier.server import CarrierServer
-from pd_connector.pool.far.registry import far_address, without_secret
+from pd_connector.pool.far.registry import far_address
 from pd_connector.pool.far.seal import Seal, read_keys
 from pd_connector.pool.settings import load, make_above
 from pd_connector.pool.store.base import DISK

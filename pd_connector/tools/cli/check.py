@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pd-connector check`: whether engines would start with a config, without starting one."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,10 @@ from pd_connector.tools.cli.checks import (
     written_configs,
 )
 from pd_connector.tools.cli.checks.finding import Finding, Status, show
-from pd_connector.tools.cli.checks.transfer_config import Drafting
+from pd_connector.tools.cli.checks.transfer_config import Drafting, Written
 
+_MOST_CHARACTERS = 4 << 20
+"""The longest file that is read. A model's weights, or a device, could fill the memory."""
 FOLDERS = "pd_connector.folders"
 """Entry points: a function of a folder, which gives findings; None for a folder of another kind."""
 
@@ -88,15 +91,19 @@ def _in_folder(folder: Path, environment: Mapping[str, str]) -> list[Examined]:
         findings_here = [
             Finding(str(folder), "folder", Status.FAIL, "is no folder of a plan", advice)
         ]
-    scripts = _examined(
-        [(str(path), path.read_text(errors="replace")) for path in sorted(folder.glob("*.sh"))],
-        environment,
-    )
+    texts, unreadable = list[tuple[str, str]](), list[Finding]()
+    for path in sorted([*folder.glob("*.sh"), *folder.glob("*.yaml")]):
+        try:
+            texts.append((str(path), path.read_bytes().decode(errors="replace")))
+        except OSError as error:
+            unreadable.append(_unreadable(str(path), error, "let this user read it"))
+    scripts = _examined([each for each in texts if each[0].endswith(".sh")], environment)
     files = [
-        examine(str(path), environment)
-        for path in sorted(folder.glob("*.yaml"))
-        if b"kv_connector" in path.read_bytes()
+        examine(name, environment)
+        for name, text in texts
+        if name.endswith(".yaml") and "kv_connector" in text
     ]
+    findings_here += unreadable
     wrong = [
         part._replace(findings=[it for it in part.findings if it.status is not Status.OK])
         for part in (scripts, *files)
@@ -118,14 +125,16 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
         configs = written_configs.in_text(text, place)
     except ConfigError as error:
         return Examined([Finding(place, "file", Status.FAIL, str(error))], [])
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
+    except (OSError, ValueError) as error:
         advice = "give the JSON of --kv-transfer-config in single quotes, or the path of a file that has it"
-        finding = Finding(place, "file", Status.FAIL, f"cannot be read: {why}", advice)
-        return Examined([finding], [])
+        return Examined([_unreadable(place, error, advice)], [])
     if not inline:
         environment = _set_in(text)
-    pools = [] if inline else [*sglang_pool.in_text(text, place), *carrier.in_text(text, place)]
+    pools = (
+        []
+        if inline
+        else [*sglang_pool.in_text(text, place, environment), *carrier.in_text(text, place)]
+    )
     if pools and not configs:
         return Examined(pools, [])
     if not configs:
@@ -146,13 +155,15 @@ def examine(config: str, environment: Mapping[str, str]) -> Examined:
 
 def _examined(scripts: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> Examined:
     """The engines of shell scripts, by name and text, that belong together."""
-    configs = [
-        written for place, text in scripts for written in written_configs.in_text(text, place)
-    ]
+    configs, findings = list[Written](), list[Finding]()
+    for place, text in scripts:
+        try:
+            configs += written_configs.in_text(text, place)
+        except ConfigError as error:
+            findings.append(Finding(place, "file", Status.FAIL, str(error)))
     environment = {**environment, **_set_in("".join(text for _, text in scripts))}
-    findings = [
-        finding for written in configs for finding in transfer_config.check(written, environment)
-    ]
+    for written in configs:
+        findings += transfer_config.check(written, environment)
     findings += configs_together.together(configs)
     return Examined(findings, [engine for written in configs for engine in written.engines])
 
@@ -164,4 +175,16 @@ def _set_in(text: str) -> dict[str, str]:
 
 
 def _read(file: str) -> str:
-    return sys.stdin.read() if file == "-" else Path(file).read_text()
+    """A file's text. Raises OSError or ValueError."""
+    with contextlib.nullcontext(sys.stdin) if file == "-" else open(file, encoding="utf-8") as text:
+        read = text.read(_MOST_CHARACTERS + 1)
+    if len(read) > _MOST_CHARACTERS:
+        raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters")
+    return read
+
+
+def _unreadable(place: str, error: Exception, advice: str) -> Finding:
+    why = (error.strerror if isinstance(error, OSError) else "") or str(error)
+    if isinstance(error, UnicodeDecodeError):
+        why = "it is not a text in UTF-8"
+    return Finding(place, "file", Status.FAIL, f"cannot be read: {why}", advice)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +26,7 @@ from pd_connector.tools.cli.asker import (
     SglangAsker,
     VllmAsker,
 )
+from pd_connector.tools.cli.checks.model import config_of
 from pd_connector.tools.demo import MODEL_DIR
 from pd_connector.tools.launch import (
     RouterProcess,
@@ -212,11 +214,23 @@ class TransportName(StrEnum):
     NIXL = "nixl"
 
 
+_OTHER_HUBS = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
+"""With one of these variables an engine takes a name from elsewhere."""
+
+
 def _has_config(model: Path) -> Path:
-    """Raises typer.BadParameter for a folder without a model: engines take a minute to say so."""
-    if (model.is_absolute() or model.exists()) and not (model / "config.json").is_file():
-        raise typer.BadParameter(f"{model}: has no config.json; name the folder of a model")
-    return model
+    """Raises typer.BadParameter unless it is a model on this machine: engines take a minute to say so."""
+    try:
+        config = config_of(str(model))
+        if config == model or not config.is_file():
+            raise typer.BadParameter(f"{model}: has no config.json; name the folder of a model")
+    except OSError as error:
+        if not any(map(os.environ.get, _OTHER_HUBS)):
+            why = f"{model}: {error.strerror}" if error.strerror else error
+            raise typer.BadParameter(
+                f"{why}: name the folder of a model (the demo's engines download nothing)"
+            ) from None
+    return Path(os.path.expanduser(model))
 
 
 def _print_model(given: bool) -> None:
@@ -273,7 +287,11 @@ def demo(
         stderr.print("interrupted; all processes have been ended")
         raise typer.Exit(INTERRUPTED) from None
     except (PDConnectorError, OSError) as error:
-        said = f"failed: {error}\nlogs: {logs}"
+        said = f"failed: {error}"
+        if any(logs.iterdir()):
+            said += f"\nlogs: {logs}"
+        else:  # nothing was started
+            logs.rmdir()
         stderr.print(said, style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(FAILED) from None
     stdout.print(_table(rows, HANDOFFS[engine]))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pd_connector.hosts import without_secret
 from pd_connector.tools.cli.checks import (
     additions,
     asking,
@@ -58,7 +59,7 @@ def doctor(
         findings += examine(probe.look())
         visits = []
         for url in peers or ():
-            progress(f"asking {url}")
+            progress(f"asking {without_secret(url)}")
             visits.append(visit(url, api_key))
         findings += [finding for visit in visits for finding in visit.findings]
         findings += together.check([visit.report for visit in visits if visit.report is not None])
@@ -81,5 +82,5 @@ def visit(url: str, api_key: str | None = None) -> peer.Visit:
     try:
         base = asking.url_of(url)
     except asking.PeerError as error:
-        return peer.Visit([Finding(url, "URL", Status.FAIL, str(error))])
+        return peer.Visit([Finding(without_secret(url), "URL", Status.FAIL, str(error))])
     return peer.check(base, asking.asker(base, api_key), peer.connect, handshake.greet)

@@ -21,8 +21,9 @@ from pathlib import Path
 import msgspec
 
 from pd_connector.errors import ConfigError
+from pd_connector.hosts import without_secret
 from pd_connector.pool.carrier.messages import SocketFolder, is_own_user, new_socket
-from pd_connector.pool.far.registry import far_address, without_secret
+from pd_connector.pool.far.registry import far_address
 from pd_connector.pool.lending.lender import LEAST_PIECE, Lender, Recalled, piece_bytes
 from pd_connector.pool.room import process_rooms
 from pd_connector.pool.settings import bytes_of, make_above, memory_folder, text_of

@@ -7,6 +7,7 @@ has a deadline, a size, and a place among a fixed number.
 
 import contextlib
 import logging
+import re
 import socket
 import threading
 import time
@@ -107,7 +108,7 @@ class MetricsPort:
 def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+    if not (colon and host and re.fullmatch("[0-9]{1,5}", port) and int(port) < 1 << 16):
         raise ConfigError(
             f"--metrics {address!r}: must be HOST:PORT, such as 127.0.0.1:9105, or 0.0.0.0:9105 for all addresses of this machine"
         )

@@ -2,6 +2,7 @@
 """`pd-connector pool`: what the KV pool of this host holds, whether it can be read, and how to empty it."""
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_connector.errors import ConfigError
+from pd_connector.hosts import without_secret
 from pd_connector.pool.carrier.asking import CarrierLink
 from pd_connector.pool.carrier.messages import Status as CarrierStatus
 from pd_connector.pool.part_names import part_codec
@@ -67,6 +69,19 @@ Metrics = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _warned(far: str) -> str:
+    """Other users see the options of a command for as long as it runs."""
+    if without_secret(far) != far and any(far in argument for argument in sys.argv):
+        print(
+            "--far has a password, which other users of this host see in the list of processes: give the address in the variable "
+            "PD_CONNECTOR_FAR",
+            file=sys.stderr,
+        )
+    return far
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -74,9 +89,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def opened(folder: Path | None) -> Iterator[LocalStore]:
     """The pool of this user, with its disk folder. Ends the command if there is none."""
     memory = memory_folder()
-    if folder is not None and not (folder / VERSION).is_dir():
+    if folder is not None and not os.path.isdir(folder / VERSION):
         fail(f"no pool in {folder}: name the folder of the config key pool.dir (--dir)")
-    if not memory.is_dir() and folder is None:
+    if not os.path.isdir(memory) and folder is None:
         fail(
             f"no pool in {memory}: no engine of this user has run with the config key `pool` since this machine started. "
             f"If its tmpfs is another one than /dev/shm, set {SHM_VARIABLE}; if it has a disk folder, name it with --dir"
@@ -372,9 +387,19 @@ def clear(
     """Remove all chunks. Engines go on, and compute again what they would have loaded."""
     with opened(folder) as store:
         keys = store.keys()
-        if keys and not yes:
-            typer.confirm(f"Remove {len(keys):,} chunks?", abort=True)
+        if keys and not (yes or _agreed(f"Remove {len(keys):,} chunks?")):
+            fail("nothing is removed")
         print(f"{store.remove(keys):,} chunks removed")
+
+
+def _agreed(question: str) -> bool:
+    """Whether the user says yes. Ends the command if nobody can answer."""
+    try:
+        return typer.confirm(question)
+    except typer.Abort:
+        if sys.stdin is not None and sys.stdin.isatty():  # Ctrl-C
+            raise
+        fail("nobody answers, and nothing is removed: give --yes")
 
 
 @app.command()
@@ -383,6 +408,7 @@ def carry(
         str,
         typer.Option(
             envvar="PD_CONNECTOR_FAR",
+            callback=_warned,
             help="The far store, such as redis://HOST:6379; docs/pool.md has all forms. With a password, use the variable: other users see options.",
         ),
     ],
@@ -434,6 +460,7 @@ def lend(
         str,
         typer.Option(
             envvar="PD_CONNECTOR_FAR",
+            callback=_warned,
             help="Address of the master, as mooncake://MASTER, with ?admin=PORT if its HTTP server has another port than 9003.",
         ),
     ] = "",

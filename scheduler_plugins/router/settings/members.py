@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from pd_connector.hosts import is_host, stray_character
+from pd_connector.hosts import is_host, stray_character, without_secret
 
 DNS, PODS, POOL = "dns+http", "k8s+http", "pool+http"
 FORMS = {
@@ -52,15 +52,15 @@ def parts_of(url: str) -> Name:
 def checked_name(side: str, given: str) -> str:
     """The URL in its usual form. Raises ValueError if it is no such URL; the message begins with
     `side`."""
-    parts = urlsplit(given)
+    parts, shown = urlsplit(given), without_secret(given)
     if stray := stray_character(given) or stray_character(unquote(given)):
-        raise ValueError(f"{side} {given!r}: must look like {FORMS[parts.scheme]}; {stray}")
+        raise ValueError(f"{side} {shown!r}: must look like {FORMS[parts.scheme]}; {stray}")
     try:
         name: Name | None = parts_of(given)
     except ValueError:
         name = None
-    if name is None or not _is_whole(name) or parts.query or parts.fragment:
-        raise ValueError(f"{side} {given!r}: must look like {FORMS[parts.scheme]}")
+    if name is None or not _is_whole(name) or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"{side} {shown!r}: must look like {FORMS[parts.scheme]}")
     path = "/".join(filter(None, (name.pool, name.labels)))
     return f"{parts.scheme}://{parts.netloc}" + (f"/{path}" if path else "")
 

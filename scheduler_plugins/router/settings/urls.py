@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from pd_connector.hosts import is_loopback, server_url, stray_character
+from pd_connector.hosts import is_loopback, server_url, stray_character, without_secret
 from scheduler_plugins.qos.trust import KEY_VARIABLE
 from scheduler_plugins.router.settings.members import checked_name, is_name
 
@@ -23,8 +23,8 @@ def is_url(text: str) -> bool:
 
 
 def host_with_port(address: str) -> str:
-    """The host of an address with a port; empty if the address has no port."""
-    if stray_character(address):
+    """The host of an address with a port; empty if the address has no port, or a user name or password."""
+    if stray_character(address) or "@" in address:
         return ""
     try:
         parts = urlsplit(address)
@@ -61,7 +61,9 @@ def check_exchange(exchange: str, fellows: Sequence[str], *, has_key: bool) -> N
         for address in filter(None, addresses):
             host = host_with_port(address)
             if not address.startswith("tcp://") or not host:
-                raise ValueError(f"{name} {address!r}: must look like tcp://10.0.0.1:9100")
+                raise ValueError(
+                    f"{name} {without_secret(address)!r}: must look like tcp://10.0.0.1:9100"
+                )
             if not (has_key or is_loopback(host)):
                 raise ValueError(
                     f"{name} {address}: must be a loopback address without a key; set {KEY_VARIABLE} at all routers"
@@ -79,7 +81,7 @@ def base_url(side: str, given: str) -> str:
     try:
         return server_url(given)
     except ValueError as error:
-        raise ValueError(f"{side} {given!r}: {error}") from None
+        raise ValueError(f"{side} {without_secret(given)!r}: {error}") from None
 
 
 def checked_events(
@@ -102,8 +104,11 @@ def checked_events(
             )
         for address in (endpoint, replay):
             if address is not None and (
-                stray_character(address) or not address.startswith(("tcp://", "ipc://"))
+                stray_character(address)
+                or (address.startswith("tcp://") and "@" in address)
+                or not address.startswith(("tcp://", "ipc://"))
             ):
-                raise ValueError(f"kv_events {address!r}: must look like tcp://host:port")
+                shown = without_secret(address)
+                raise ValueError(f"kv_events {shown!r}: must look like tcp://host:port")
         endpoints[url] = (endpoint, replay)
     return endpoints

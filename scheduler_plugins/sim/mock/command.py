@@ -64,7 +64,8 @@ async def _serve(given: SimpleNamespace) -> None:
             loop.add_signal_handler(name, stop.set)
     try:
         await engine.start()
-        print(f"mock engine on http://{given.host}:{engine.port}", flush=True)
+        host = f"[{given.host}]" if ":" in given.host else given.host
+        print(f"mock engine on http://{host}:{engine.port}", flush=True)
         await stop.wait()
     finally:
         await engine.close()

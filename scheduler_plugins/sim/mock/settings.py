@@ -35,8 +35,12 @@ class MockSettings:
 
     def __post_init__(self) -> None:
         """Raises: ValueError: naming the setting, the value found and the value wanted."""
+        if not self.host:
+            raise ValueError("host '': must be an address to listen on, such as 127.0.0.1")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port {self.port}: must be between 0 and 65535")
+        if self.kv_replay and not self.kv_events:
+            raise ValueError(f"kv_replay {self.kv_replay!r}: is set without kv_events; set both")
         for name in ("cache_blocks", "block_tokens"):
             if (count := getattr(self, name)) < 1:
                 raise ValueError(f"{name} {count}: must be 1 or more")

@@ -12,6 +12,7 @@ from support.waits import until
 
 from pd_connector.errors import Miss
 from pd_connector.pool.carrier import carrier as carrier_module
+from pd_connector.pool.carrier import putting
 from pd_connector.pool.carrier.carrier import Carrier
 from pd_connector.pool.carrier.client import SilentError
 from pd_connector.pool.far.seal import Seal
@@ -46,7 +47,7 @@ class Slow(Far):
 def far(monkeypatch: pytest.MonkeyPatch) -> Slow:
     made = Slow()
     monkeypatch.setattr(carrier_module, "FarClient", lambda *args: made)
-    monkeypatch.setattr(carrier_module, "_FOLLOWS_S", 0.01)
+    monkeypatch.setattr(putting, "_FOLLOWS_S", 0.01)
     return made
 
 

@@ -29,7 +29,7 @@ from pd_bench.netns import available
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.carrier import asking
 from pd_connector.pool.carrier.asking import BRING_S, FIND_S, SILENT_S
-from pd_connector.pool.far import mooncake
+from pd_connector.pool.far import mooncake_client
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.local import LocalStore, Space
 from pd_connector.pool.store.reaching import ReachingStore
@@ -194,7 +194,7 @@ def star_site(
         pytest.importorskip("redis", reason=MISSING)
         if not shutil.which("redis-server"):
             pytest.skip(MISSING)
-    elif mooncake.MooncakeDistributedStore is None:
+    elif mooncake_client.MooncakeDistributedStore is None:
         pytest.skip("needs Mooncake's client (ci/setup-tests)")
     if reason := available():
         pytest.skip(f"no network namespaces here: {reason}")

@@ -10,8 +10,7 @@ from support.far_objects import Objects
 from support.redis_servers import RedisServer
 from support.waits import until
 
-from pd_connector.pool.carrier import carrier as carrier_module
-from pd_connector.pool.carrier import far_journal
+from pd_connector.pool.carrier import far_journal, putting
 from pd_connector.pool.carrier.far_journal import FarJournal, read_mark
 from pd_connector.pool.carrier.messages import FarPage
 from pd_connector.pool.far.seal import Seal
@@ -141,7 +140,7 @@ def test_while_the_key_is_changed_all_hosts_read_the_mark_of_the_old_one() -> No
 def test_two_hosts_tell_of_one_store_and_a_restart_empties_what_both_tell(
     new_host: NewHost, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(carrier_module, "_MARKS_S", 0.1)
+    monkeypatch.setattr(putting, "_MARKS_S", 0.1)
     a, b = new_host("a"), new_host("b")
     chunks = chain("prompt", 9)
 
@@ -156,7 +155,7 @@ def test_two_hosts_tell_of_one_store_and_a_restart_empties_what_both_tell(
     save(a.own, chunks)
     until(lambda: there(a) >= set(chunks), "what a has put", 60)
     until(lambda: told(a).far == told(b).far != "", "both have one mark", 60)
-    assert b.store.carrier.find(chunks)
+    assert b.store.carrier.find(chunks).sizes
     assert there(b) >= set(chunks), "what b has found, also between the places that it asked for"
     before = told(a).far
     redis.client().flushall()
@@ -172,7 +171,7 @@ def test_a_chunk_that_is_gone_is_told_when_it_is_looked_for(
     save(a.own, chunks)
     until(lambda: known(pages(a.carrier.journal)) >= set(chunks), "what a has put", 60)
     redis.client().delete(*[f"pd:{Seal((KEY,)).names(chunks[0])[0]}"])
-    assert b.store.carrier.find(chunks) == []
+    assert b.store.carrier.find(chunks).sizes == []
     assert (chunks[0], False) in told_events(b)
 
 

@@ -77,7 +77,7 @@ def test_a_chunk_of_several_ranks_comes_whole(new_host: NewHost) -> None:
 def test_a_chunk_comes_once_for_all_who_wait(new_host: NewHost) -> None:
     writer, reader = new_host("a"), new_host("b")
     keys = saved(writer, "prompt", 8)
-    reader.store.pin(keys, 10.0)  # a load begins
+    reader.store.prefetch(keys)  # a load begins
     futures = [each for _ in range(16) for each in reader.carrier.bring(keys)]
     assert all(not future.result(20).cause for future in futures)
     assert reader.count("brought") == len(keys)

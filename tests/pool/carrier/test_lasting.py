@@ -13,7 +13,7 @@ from support.redis_servers import RedisServer
 from support.waits import until
 
 from pd_connector.pool.carrier import lasting, server
-from pd_connector.pool.carrier.carrier import Carrier
+from pd_connector.pool.carrier.bringing import Bringing
 from pd_connector.pool.carrier.client import FarClient
 from pd_connector.pool.store.local import LocalStore
 
@@ -52,7 +52,7 @@ def test_a_thread_goes_on_until_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(LocalStore, "journal"), (LocalStore, "chunks"), (Carrier, "_take_asked")]
+    ("owner", "name"), [(LocalStore, "journal"), (LocalStore, "chunks"), (Bringing, "_take_asked")]
 )
 def test_a_carrier_puts_and_brings_after_an_error(
     new_host: NewHost, monkeypatch: pytest.MonkeyPatch, owner: type, name: str

@@ -15,7 +15,7 @@ from support.waits import until
 
 from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.carrier import carrier as carrier_module
-from pd_connector.pool.carrier import far_journal, markers
+from pd_connector.pool.carrier import far_journal, markers, putting
 from pd_connector.pool.carrier.carrier import Carrier
 from pd_connector.pool.carrier.child import MOST_NAMES
 from pd_connector.pool.carrier.object import Packed
@@ -31,10 +31,10 @@ MOST_BYTES = 50_000
 def far(monkeypatch: pytest.MonkeyPatch) -> Far:
     made = Far()
     monkeypatch.setattr(carrier_module, "FarClient", lambda *args: made)
-    monkeypatch.setattr(carrier_module, "_FOLLOWS_S", 0.01)
-    monkeypatch.setattr(carrier_module, "_OFFERED_AGAIN_S", (0.01, 0.02))
+    monkeypatch.setattr(putting, "_FOLLOWS_S", 0.01)
+    monkeypatch.setattr(putting, "_OFFERED_AGAIN_S", (0.01, 0.02))
     monkeypatch.setattr(markers, "_LOOKS_S", 0.01)
-    monkeypatch.setattr(carrier_module, "_PUT_BYTES", 15_000)  # two chunks
+    monkeypatch.setattr(putting, "_PUT_BYTES", 15_000)  # two chunks
     return made
 
 
@@ -74,7 +74,7 @@ def test_a_chunk_that_is_too_large_is_offered_again_only_when_it_has_changed(
         far.opened += 1
         assert save(store, chain(f"other {number}", 1)) == 1
         done(carrier, "put", number - 1)
-        until(lambda: carrier._opened >= 3 * far.opened)
+        until(lambda: carrier._putting._opened >= 3 * far.opened)
     assert carrier.status().counts["too_large"] == 1
     assert name not in far.asked
     store.remove([key])
@@ -136,7 +136,7 @@ def test_a_store_that_was_emptied_unseen_is_noticed_by_its_markers(
     store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients connect again by themselves: no child was started."""
-    monkeypatch.setattr(carrier_module, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(putting, "_PAUSE_S", 0.05)
     assert save(store, chain("prompt", 4)) == 4
     done(carrier, "put", 4)
     until(lambda: len(far.objects) > far.chunks, "markers")
@@ -155,7 +155,7 @@ def test_a_store_whose_mark_cannot_be_read_is_not_taken_for_another_one(
     monkeypatch: pytest.MonkeyPatch,
     overwrites: bool,
 ) -> None:
-    monkeypatch.setattr(carrier_module, "_MARKS_S", 0.01)
+    monkeypatch.setattr(putting, "_MARKS_S", 0.01)
     far.overwrites = overwrites
     until(lambda: carrier.journal.far, "the mark")
     mark = carrier.journal.far
@@ -173,7 +173,7 @@ def test_a_store_whose_mark_cannot_be_read_is_not_taken_for_another_one(
 def test_a_stranger_who_damages_the_mark_again_and_again_makes_little_work(
     store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(carrier_module, "_MARKS_S", 0.01)
+    monkeypatch.setattr(putting, "_MARKS_S", 0.01)
     far.overwrites = False
     (name,) = Seal((b"k" * 32,)).names(far_journal._MARK)
     until(lambda: carrier.journal.far, "the mark")
@@ -228,20 +228,20 @@ def test_chunks_that_were_not_taken_are_offered_again_though_nothing_new_is_save
     done(carrier, "put", 3)
     assert "not_put" not in carrier.status().counts
     assert {key for key, there in carrier.journal.page(0).events if there} == set(keys)
-    assert not carrier._offered_again
+    assert not carrier._putting._offered_again
 
 
 def test_a_refused_chunk_that_leaves_its_host_is_given_up(
     store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(carrier_module, "_OFFERED_AGAIN_S", (3600.0,))
+    monkeypatch.setattr(putting, "_OFFERED_AGAIN_S", (3600.0,))
     far.refuses = lambda name: True
     keys = chain("prompt", 2)
     assert save(store, keys) == 2
-    until(lambda: len(carrier._offered_again) == 2, "both are refused")
+    until(lambda: len(carrier._putting._offered_again) == 2, "both are refused")
     store.remove(keys)
     done(carrier, "not_put", 2)
-    assert not carrier._offered_again
+    assert not carrier._putting._offered_again
 
 
 def test_a_look_up_that_began_before_a_put_does_not_hide_it(
@@ -282,12 +282,11 @@ def test_ends_of_a_chain_that_the_far_store_has_lost_are_put_again(
 def test_a_long_chain_of_small_chunks_is_put_in_calls_that_a_client_takes(
     store: LocalStore, carrier: Carrier, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(carrier_module, "_PUT_BYTES", 32 << 20)
+    monkeypatch.setattr(putting, "_PUT_BYTES", 32 << 20)
     far.is_ready = False
     keys = chain("prompt", 2 * MOST_NAMES)
     assert save(store, keys, nbytes=2000) == len(keys)
-    with carrier._lock:
-        carrier._waiting[keys[-1]] = 0  # with all its parents
+    carrier._putting._waiting[keys[-1]] = 0  # with all its parents
     far.is_ready = True
     done(carrier, "put", len(keys))
     assert far.most_names == MOST_NAMES
@@ -331,12 +330,12 @@ def test_a_chunk_that_cannot_be_looked_for_holds_up_no_other(
         return chunks(self, keys)
 
     monkeypatch.setattr(LocalStore, "chunks", found)
-    carrier._unmade[broken] = math.inf
+    carrier._putting._unmade[broken] = math.inf
     assert save(store, chain("prompt", 2)) == 2
     done(carrier, "put", 2)
     assert carrier.status().counts["errors"] == 0
-    carrier._unmade[broken] = 0.0
-    until(lambda: not carrier._unmade, "it is given up")
+    carrier._putting._unmade[broken] = 0.0
+    until(lambda: not carrier._putting._unmade, "it is given up")
 
 
 def test_a_store_that_refuses_markers_is_not_taken_for_one_that_lost_them(
@@ -363,7 +362,7 @@ def test_a_chunk_that_is_in_the_journal_before_it_can_be_found_is_put(
     assert save(store, chain("prompt", 3)) == 3
     assert save(store, chain("other", 1)) == 1
     until(lambda: far.chunks == 1)
-    until(lambda: not carrier._waiting, "the others were looked for")
+    until(lambda: not carrier._putting._waiting, "the others were looked for")
     hidden.clear()
     until(lambda: far.chunks == 4)
-    until(lambda: not carrier._unmade)
+    until(lambda: not carrier._putting._unmade)

@@ -80,3 +80,16 @@ def test_a_socket_that_a_dead_carrier_has_left_is_none(
         assert store.bring(chain("y", 1)[0]) is None
         assert there(store, chain("y", 1)) == 0
     assert time.monotonic() - began_s < 200 * FIND_S / 2
+
+
+def test_a_carrier_that_notes_no_request_is_left_alone(
+    store: ReachingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "FIND_S", 0.02)
+    monkeypatch.chdir(next(tmp_path.iterdir()))
+    with new_socket() as silent:
+        silent.bind(SOCKET)
+        silent.listen()
+        store.prefetch(chain("y", 2))
+        assert not store.carrier._answers.waited_for
+        store.prefetch(chain("y", 2))

@@ -75,6 +75,8 @@ def test_an_address_is_checked_where_its_client_is(tmp_path: Path) -> None:
 def test_a_python_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--client-python /absent: cannot be started"):
         problem_there("/absent", "redis://localhost")
+    with pytest.raises(ConfigError, match="/bin/true: cannot be used"):
+        problem_there("/bin/true", "redis://localhost")
     path = tmp_path / "python"
     path.write_text("#!/bin/sh\necho 'no msgspec' >&2; exit 1\n")
     path.chmod(0o700)

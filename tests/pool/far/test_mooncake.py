@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from pd_connector.errors import ConfigError
-from pd_connector.pool.far import mooncake
+from pd_connector.pool.far import mooncake, mooncake_client
 from pd_connector.pool.far.registry import far_address
 
 ROOT = Path(__file__).parents[3]
 here = pytest.mark.skipif(
-    mooncake.MooncakeDistributedStore is None, reason="needs Mooncake's client (ci/setup-tests)"
+    mooncake_client.MooncakeDistributedStore is None,
+    reason="needs Mooncake's client (ci/setup-tests)",
 )
 
 
@@ -110,6 +111,6 @@ def test_without_a_key_even_loopback_is_refused() -> None:
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake, "MooncakeDistributedStore", None)
-    monkeypatch.setattr(mooncake, "_missing", "no libibverbs.so.1", raising=False)
+    monkeypatch.setattr(mooncake, "MISSING", "no libibverbs.so.1")
     with pytest.raises(ConfigError, match="apt install libibverbs1"):
         far_address("mooncake://h", sealed=True)

@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 import pytest
 from support.free_ports import free_ports
 from support.redis_servers import RedisServer, redis_server
+from support.waits import until
 
+from pd_connector.pool.far import redis as redis_module
 from pd_connector.pool.far.redis import RedisStore
 
 PASSWORD = "p/w:d"
@@ -109,6 +111,43 @@ def test_a_user_who_may_not_write_keeps_nothing_and_reads(tmp_path: Path) -> Non
 
 
 @pytest.fixture
+def full(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that has kept some of the objects `NAMES` of 1 MiB."""
+    with redis_server(tmp_path, "--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server:
+        store = opened(server.address)
+        assert 0 < sum(store.put(NAMES, [memoryview(bytes(1 << 20))] * len(NAMES))) < 20
+        store.close()
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "sent"), [(3600.0, range(4 << 20)), (0.0, range(40 << 20, 1 << 30))]
+)
+def test_a_full_server_is_sent_one_object_in_a_while(
+    full: RedisServer, monkeypatch: pytest.MonkeyPatch, pause_s: float, sent: range
+) -> None:
+    """It refuses an object only after it has come. Without the pause, the control, all are sent for nothing."""
+    monkeypatch.setattr(redis_module, "_FULL_S", pause_s)
+    store, stranger = opened(full.address), full.client()
+    before = stranger.info("stats")["total_net_input_bytes"]
+    for _ in range(3):
+        assert not any(store.put(NAMES[20:], [memoryview(bytes(1 << 20))] * 20))
+    assert stranger.info("stats")["total_net_input_bytes"] - before in sent
+    store.close()
+
+
+def test_a_server_that_has_room_again_is_sent_objects(
+    full: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_module, "_FULL_S", 0.05)
+    store, objects = opened(full.address), [memoryview(bytes(1 << 20))] * 3
+    assert not any(store.put(NAMES[20:23], objects))
+    full.client().flushall()
+    until(lambda: all(store.put(NAMES[20:23], objects)))
+    store.close()
+
+
+@pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[list[RedisServer]]:
     """Three nodes that share the slots."""
     with ExitStack() as opened_servers:
@@ -174,4 +213,19 @@ def test_without_cluster_1_a_cluster_does_not_lose_objects_silently(
     store = until_it_opens(lambda: opened(f"redis://127.0.0.1:{cluster[0].port}"))
     taken = store.put(NAMES, [memoryview(b"object")] * len(NAMES))
     assert 0 < sum(taken) < len(NAMES)
+    store.close()
+
+
+def test_a_full_node_of_a_cluster_does_not_keep_objects_from_the_others(
+    cluster: list[RedisServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_module, "_FULL_S", 3600.0)
+    store = until_it_opens(lambda: opened(f"redis://127.0.0.1:{cluster[0].port}?cluster=1"))
+    cluster[0].client().config_set("maxmemory", 1)
+    objects = [memoryview(b"object")] * len(NAMES)
+    taken = [store.put(NAMES, objects) for _ in range(2)]
+    full, *others = (node.client().dbsize() for node in cluster)
+    assert full == 0
+    assert [sum(each) for each in taken] == [sum(others)] * 2
+    assert 0 < sum(others) < len(NAMES)
     store.close()

@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from pd_connector.errors import ConfigError
+from pd_connector.hosts import without_secret
 from pd_connector.pool.far import redis as redis_module
-from pd_connector.pool.far.registry import far_address, is_loopback, without_secret
+from pd_connector.pool.far.registry import far_address, is_loopback
 
 pytest.importorskip("redis")
 
@@ -85,6 +86,19 @@ def test_a_password_that_is_not_encoded_is_never_shown(password: str) -> None:
     assert "sec" not in str(raised.value)
     assert "ret" not in str(raised.value)
     assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "redis:u:PW@h", "redis:PW@h", ":PW@h:1", "PW@h", "//PW@h", "redis://u:PW", "redis://h:PW/0",
+        "redis://h:6379:PW", "redis://h?password=PW", "redis://u:PW@h:x", "s3://b?endpoint=http://u:PW@h",
+    ],
+)  # fmt: skip
+def test_a_password_at_a_wrong_place_is_never_shown(address: str) -> None:
+    with pytest.raises(ConfigError, match="--far") as raised:
+        far_address(address, sealed=False)
+    assert "PW" not in str(raised.value)
 
 
 def test_an_engine_does_not_import_a_client() -> None:

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from pd_connector.pool.far import mooncake
+from pd_connector.pool.far import mooncake_client
 from pd_connector.pool.lending.lender import LEAST_PIECE, PIECES, piece_bytes
 from pd_connector.pool.settings import SHM_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 CLIENTS = str(ROOT / ".venv/far")
 here = pytest.mark.skipif(
-    mooncake.MooncakeDistributedStore is None, reason="needs Mooncake's client (ci/setup-tests)"
+    mooncake_client.MooncakeDistributedStore is None,
+    reason="needs Mooncake's client (ci/setup-tests)",
 )
 
 

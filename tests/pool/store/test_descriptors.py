@@ -2,6 +2,7 @@
 """Descriptors that threads share. A file is closed once, also if two threads end it at once: its number may be another file's by
 then. A folder's list is whole, also while another thread lists it."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chunks import begin, chain, save
+from chunks import begin, chain, loads, save
 from support.pool_stores import patient, store
 from support.waits import until
 
+from pd_connector.errors import Miss, PoolError
 from pd_connector.pool.store import parts, process_lock, tier_maintenance
 from pd_connector.pool.store.base import Refusal
 from pd_connector.pool.store.local import LocalStore
@@ -49,6 +51,29 @@ def test_a_file_that_another_thread_ends_at_the_same_time_is_closed_once(
     end()
     monkeypatch.undo()
     assert len(closed) == len(set(closed))
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_process_without_descriptors_or_memory_keeps_the_chunk_that_it_cannot_read(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, error: int, call: str
+) -> None:
+    """The chunk is whole: other processes load it, and this one does later."""
+    (key,) = chain("a", 1)
+    assert save(store, [key]) == 1
+    opens = os.open
+
+    def fails(name: Any, *args: Any, **more: Any) -> int:
+        if call == "open" and not str(name).startswith(key.hex()):
+            return opens(name, *args, **more)
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(parts.os, call, fails)
+        with pytest.raises(PoolError) as refused:
+            loads(store, key)
+    assert refused.value.cause is Miss.REFUSED
+    assert loads(store, key)
 
 
 def test_threads_that_list_a_folder_at_the_same_time_find_every_name(store: LocalStore) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chunks import chain, loads, save, there
+from chunks import begin, chain, loads, save, there
 from support.waits import until
 from whole import problems, problems_now
 
 from pd_connector.pool.store import reconcile as stocktaking
-from pd_connector.pool.store.catalog_ops import write_leaving
+from pd_connector.pool.store.base import Refusal, Why
+from pd_connector.pool.store.catalog_ops import DISK_TIER, write_leaving
 from pd_connector.pool.store.eviction import make_room
 from pd_connector.pool.store.folder import Folder
 from pd_connector.pool.store.local import LocalStore
@@ -38,6 +39,26 @@ def test_a_chunk_whose_entry_was_altered_is_found_again(
     assert problems_now(store), "nothing was altered"
     stocktaking.reconcile(store._tier_storage)
     assert problems_now(store) == []
+    assert loads(store, key)
+
+
+def test_a_chunk_of_the_disk_whose_entry_was_altered_is_found_once_it_would_be_saved_again(
+    open_store: Open, tmp_path: Path
+) -> None:
+    """Otherwise each save of it would be refused, because it exists, and no look-up would find it."""
+    store, (key,) = open_store(disk=64 << 20), chain("a", 1)
+    store.maintenance.stop()
+    assert save(store, [key]) == 1
+    assert store.maintenance.copy(key, DISK_TIER)
+    memory, _ = store._folders
+    store._tier_storage.forget(memory, key, memory.text(key))
+    path = tmp_path / "disk" / "v1" / "index" / key.hex()
+    path.unlink()
+    path.symlink_to("1|nonsense")
+    assert there(store, [key]) == 0
+    refused = begin(store, key)
+    assert isinstance(refused, Refusal)
+    assert refused.why is Why.EXISTS
     assert loads(store, key)
 
 

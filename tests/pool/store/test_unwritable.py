@@ -267,5 +267,26 @@ def test_a_folder_that_cannot_be_created_again_is_told_once(
 
     store.maintenance.turn = counted  # type: ignore[method-assign]
     until(lambda: len(turns) > 2)
-    assert caplog.text.count("nothing is saved: ") == 1
+    assert caplog.text.count("nothing is saved there: ") == 1
+    assert "created again" not in caplog.text
+    save(store, chain("a", 1))
+    (store.maintenance._store.folders[0].path / "books").unlink()
+    until(lambda: store._catalog.name, "the memory goes on with a new catalog")
+    assert save(store, chain("b", 1)) == 1
     assert "pool.dir" in caplog.text
+
+
+def test_nothing_is_written_beneath_a_disk_that_is_unmounted(
+    mount: Mount, opens: Callable[[Path], LocalStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would fill the file system beneath, and stay there unseen once the disk is mounted again."""
+    disk = mount()
+    store = opens(disk / "pool")
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+    until(lambda: f"no longer mounted at {disk}" in caplog.text)
+    assert save(store, chain("a", 10)) == 10
+    assert list(disk.iterdir()) == []
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700", "none", str(disk)], check=True)
+    until((disk / "pool" / "v1" / "index").is_dir)
+    assert save(store, chain("b", 100), nbytes=20_000) == 100
+    until(lambda: list((disk / "pool" / "v1" / "index").iterdir()))

@@ -125,7 +125,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     assert load(tmp_path / "p.json") == TRUE
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"a": -1.0}', '{"a": "much"}'])
+@pytest.mark.parametrize("text", ["", "{}", '{"a": -1.0}', '{"a": "much"}', '{"a":' * 100_000])
 def test_a_file_without_a_model_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)

@@ -325,6 +325,12 @@ def test_endless_files_are_not_read_to_their_end(folder: Path, capsys) -> None:
     assert "longer than 1,048,576 bytes; a trace has one request a line" in capsys.readouterr().err
 
 
+def test_a_config_that_is_nested_too_deeply_is_refused(folder: Path, capsys) -> None:
+    (folder / "config.json").write_text('{"a":' * 100_000)
+    assert plan(folder, folder / "trace.csv", "--device", "H100", *PROMISE) == 2
+    assert "config.json: is not JSON" in capsys.readouterr().err
+
+
 def test_weights_that_fit_nowhere_are_refused(folder: Path, capsys) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 800}))
     assert plan(folder, folder / "trace.csv", "--device", "L4", "--gpus", "2", *PROMISE) == 2

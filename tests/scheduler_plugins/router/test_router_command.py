@@ -65,6 +65,7 @@ def test_urls_are_brought_to_one_form() -> None:
             {"exchange": "tcp://127.0.0.1:91", "fellows": ("tcp://127.0.0.1:91",)},
             "fellows tcp://127.0.0.1:91: is this router's own exchange",
         ),
+        ({"host": ""}, "host '': must be an address"),
         ({"otlp": "localhost:4318"}, "otlp 'localhost:4318': must look like http://"),
         ({"router_key": "a"}, "PD_ROUTER_KEY: a key of 1 characters"),
         ({"admin_key": "secret"}, "PD_ROUTER_ADMIN_KEY: a key of 6 characters"),
@@ -74,6 +75,30 @@ def test_urls_are_brought_to_one_form() -> None:
 def test_a_wrong_setting_is_named(settings: dict[str, object], names: str) -> None:
     with pytest.raises(ValueError, match=re.escape(names)):
         config(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decode": ("http://u:PW@h:1",)},
+        {"decode": ("http://:PW@h:1",)},
+        {"decode": ("dns+http://u:PW@h:1",)},
+        {"engine": ("k8s+http://PW@h:1/a=b",)},
+        {"engine": ("pool+http://u:PW@ns/n",)},
+        {"engine": ("k8s+http://h:1/a=b?token=PW",)},
+        {"exchange": "tcp://u:PW@127.0.0.1:91"},
+        {"fellows": ("tcp://u:PW@127.0.0.1:91",)},
+        {"kv_events": {"http://u:PW@p:1": ("tcp://x:1", None)}},
+        {"kv_events": {"http://p:1": ("tcp://u:PW@x:1", None)}},
+        {"allowed_origins": ("http://u:PW@x/",)},
+        {"otlp": "ftp://u:PW@x"},
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_shown(settings: dict[str, object]) -> None:
+    """An engine's URL is its name in metrics, logs and on the live page."""
+    with pytest.raises(ValueError, match="must look like") as raised:
+        config(**settings)
+    assert "PW" not in str(raised.value)
 
 
 def test_wrong_options_end_with_a_message_and_status_2() -> None:

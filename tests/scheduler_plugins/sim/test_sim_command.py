@@ -163,6 +163,8 @@ def test_azures_form_is_read(tmp_path: Path, capsys) -> None:
         (("--background", "2"), "background 2.0: must be between 0 and 1"),
         (("--pool-blocks", "-1"), "pool_blocks -1: must be 0 (no pool) or more"),
         (("--pool-bytes-per-s", "0"), "pool_bytes_per_s 0.0: must be above 0"),
+        (("--pool-bytes-per-s", "inf"), "pool_bytes_per_s inf: must be above 0, and a number"),
+        (("--bytes-per-s", "1e400"), "bytes_per_s inf: must be a rate"),
         (("--cost-model", "nowhere.json"), "not a cost model"),
     ],
 )
@@ -220,6 +222,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_simulated(
         ("--bytes-per-s 0", "bytes_per_s 0.0"),
         ("--order nope", "policy 'nope'"),
         ("--kv-events nowhere", "KV events at nowhere"),
+        ("--kv-replay tcp://127.0.0.1:5558", "is set without kv_events"),
+        ("--host=", "host '': must be an address"),
         ("--host x..y", "not started: cannot listen on x..y:0: "),
         ("--host 192.0.2.1", "this machine has no such address; name one of its own with --host"),
     ],

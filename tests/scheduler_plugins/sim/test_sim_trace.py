@@ -47,6 +47,7 @@ def test_coarse_times_are_spread_and_scaled(tmp_path: Path) -> None:
         ("", "is empty"),
         (LINE % (0, 1, "") + "{}\n", "line 2: .*timestamp"),
         ("no trace\n", "line 1: "),
+        ('{"a":' * 100_000, "line 1: "),
         (LINE % (0, 1, "") + LINE % (0, -1, ""), "line 2: .*>= 0"),
         (LINE % (0, 1, "") + LINE % (0, 10**15, ""), "line 2: .*<= 100000000"),
     ],

@@ -59,6 +59,14 @@ def test_a_name_that_is_no_path_is_refused() -> None:
         settings_path(config({"pd_scheduler": 7}))
 
 
+def test_a_misspelt_key_is_refused_and_those_of_others_are_not() -> None:
+    with pytest.raises(
+        ValueError, match="'pd_schedular': is not known; did you mean 'pd_scheduler'"
+    ):
+        settings_path(config({"pd_schedular": "/from/flag"}))
+    assert settings_path(config({"scheduler": "x", "ascend_scheduler_config": {}})) is None
+
+
 def test_without_a_file_the_defaults_hold() -> None:
     assert isinstance(Rig().order.policy, SrjfCalibrated)
 

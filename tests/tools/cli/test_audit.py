@@ -118,6 +118,11 @@ def test_what_is_no_engine_is_named() -> None:
     with pytest.raises(PeerError, match="http://x does not answer as a vLLM engine"):
         look("http://x", lambda path, body: "no json")
 
+    def ask(path: str, body: Mapping[str, Any] | None) -> str:
+        return json.dumps({"kv_transfer_params": ["odd"]} if body else {"data": [{"id": "m"}]})
+
+    assert not look("http://x", ask).hands_over
+
 
 def test_each_engine_that_does_not_answer_is_named_by_its_url_with_what_to_do(
     capsys: pytest.CaptureFixture[str],

@@ -68,6 +68,14 @@ def text_of(findings: list[Finding]) -> str:
         (multi("PDConnector", "NixlConnector"), "leave NixlConnector out"),
         ({**MULTI, "kv_connector_extra_config": {}}, "must be a list of objects"),
         ('{"kv_connector": "PDConnector" "kv_role": "kv_both"}', "Expecting ',' delimiter"),
+        (json.dumps(RIGHT)[:-1] + ', "kv_role": "kv_both"}', "key 'kv_role' is there twice"),
+        (
+            json.dumps(RIGHT)[:-1] + ', "kv_connector_extra_config": {"slots": 4, "slots": 8}}',
+            "key 'slots' is there twice",
+        ),
+        (extra(pool={"memory": "9" * 400 + "GB"}), "must be a size"),
+        (extra(slots=float("inf"), lease_s=float("nan")), "slots inf"),
+        ('{"a":' * 100_000, "is nested too deeply"),
         ("{'kv_connector': 'PDConnector'}", "property name enclosed in double quotes"),
     ],
 )
@@ -145,8 +153,32 @@ def test_the_keys_of_the_environment_count() -> None:
     assert told(extra(host="10.0.0.1"), KEY) == []
 
 
-def test_a_key_is_never_printed() -> None:
-    assert KEY[KEY_VARIABLE] not in str(examine(json.dumps(extra(key=KEY[KEY_VARIABLE])), {}))
+SECRET = KEY[KEY_VARIABLE]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        extra(key=SECRET),
+        extra(key=[SECRET]),
+        {**RIGHT, "key": SECRET},
+        {**RIGHT, "kv_connector_extra_config": json.dumps({"key": SECRET})},
+        {**RIGHT, "kv_connector_extra_config": [SECRET]},
+        {**MULTI, "kv_connector_extra_config": {"connectors": [extra(key=SECRET), SECRET]}},
+        json.dumps(extra(key=SECRET))[:-1] + " x",
+        json.dumps(extra(key=SECRET)).replace(", ", " "),
+        f"PD_CONNECTOR_KEY: {SECRET}\n\tkv_connector: PDConnector",
+        f"PD_CONNECTOR_KEY: {SECRET}: x\nkv_connector: PDConnector",
+    ],
+)
+def test_a_key_is_never_printed(config: object, tmp_path: Path) -> None:
+    text = config if isinstance(config, str) else json.dumps(config)
+    if not text.startswith("{"):
+        (tmp_path / "values.yaml").write_text(text)
+        text = str(tmp_path / "values.yaml")
+    shown = text_of(examine(text, {}).findings)
+    assert shown
+    assert not [n for n in range(len(SECRET) - 6) if SECRET[n : n + 6] in shown]
 
 
 def test_all_keys_of_vllms_config_are_known() -> None:
@@ -328,6 +360,55 @@ def test_a_file_that_has_no_config_is_told_apart(tmp_path: Path, text: str, want
     assert wanted in text_of(told(str(file)))
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("kv_connector: PDConnector\nkv_role: kv_both\nkv_role: kv_producer", "key 'kv_role' is"),
+        (
+            "kv_connector: PDConnector\nkv_role: kv_both\nkv_connector_extra_config: {slots: 1, slots: 2}",
+            "key 'slots' is there twice",
+        ),
+        (f'- --kv-transfer-config\n- \'{json.dumps(RIGHT)[:-1]}, "kv_role": ""}}\'', "twice"),
+        (
+            f'#!/bin/sh\nvllm --kv-transfer-config \'{json.dumps(RIGHT)[:-1]}, "kv_role": ""}}\'',
+            "twice",
+        ),
+        ("kv_connector: PDConnector\nmodel_id: 2026-01-01\n1: 2", "unknown key 1"),
+        ("a: &a [*a]", "no kv_connector in it"),
+        ("[" * 3000, "is nested too deeply"),
+    ],
+)
+def test_yaml_and_scripts_are_read_as_strictly_as_json(
+    tmp_path: Path, text: str, wanted: str
+) -> None:
+    (tmp_path / "values").write_text(text)
+    assert wanted in text_of(told(str(tmp_path / "values")))
+
+
+def test_aliases_of_aliases_are_looked_at_once(tmp_path: Path) -> None:
+    lines = [
+        "a0: &a0 [x, x]",
+        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40)),
+    ]
+    (tmp_path / "values.yaml").write_text("\n".join(lines))
+    assert "no kv_connector in it" in text_of(told(str(tmp_path / "values.yaml")))
+
+
+def test_a_device_or_the_weights_of_a_model_are_not_read_whole() -> None:
+    assert "it has more than 4,194,304 characters" in text_of(told("/dev/zero"))
+
+
+def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "start-a.sh").mkdir()
+    (tmp_path / "start-b.sh").write_text("a: [")
+    (tmp_path / "fleet.yaml").symlink_to(tmp_path / "nowhere")
+    result = CliRunner().invoke(app, ["check", str(tmp_path)], env={"COLUMNS": "300"})
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    for said in ("Is a directory", "is not YAML", "No such file or directory"):
+        assert said in result.output
+
+
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     said = text_of(told(str(tmp_path / "none.yaml")))
     assert "cannot be read: No such file or directory" in said
@@ -419,6 +500,29 @@ def test_an_sglang_engine_with_a_pool_is_checked_by_its_arguments(
     findings = examine(str(script), {}).findings
     assert [one.status for one in findings] == [Status.FAIL if named else Status.OK]
     assert named in findings[0].found
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "said"),
+    [
+        ('{"codec": "int8"}', Status.OK, "codec 'int8'"),
+        ('{"codc": "int8"}', Status.FAIL, "did you mean 'codec'?"),
+        ('{"slots": 4, "slots": 8}', Status.FAIL, "key 'slots' is there twice"),
+        ('{"host": "10.0.0.1"}', Status.FAIL, "without a key"),
+        ('{"host": "10.0.0.1"}\' PD_CONNECTOR_KEY=\'$KEY', Status.OK, "host '10.0.0.1'"),
+        ('{"pool": true, "host": "10.0.0.1"}\' PD_CONNECTOR_KEY=\'$KEY', Status.OK, "in use"),
+    ],
+)
+def test_the_config_of_an_sglang_engine_is_checked(
+    tmp_path: Path, config: str, status: Status, said: str
+) -> None:
+    script = tmp_path / "run.sh"
+    command = "python -m sglang.launch_server --model-path m --page-size 64"
+    script.write_text(f"#!/bin/sh\nPD_CONNECTOR_CONFIG='{config}' {command}\n")
+    (finding,) = examine(str(script), {}).findings
+    assert finding.status is status
+    assert said in finding.found
+    assert finding.area == f"{script}:2"
 
 
 def test_commands_of_a_page_are_a_script_without_a_first_line(tmp_path: Path) -> None:

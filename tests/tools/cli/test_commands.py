@@ -116,6 +116,21 @@ def test_a_command_that_nobody_has_is_refused() -> None:
             ("bench", "handof"),
             "pd-connector bench: command 'handof' is not known; did you mean 'handoff'?",
         ),
+        (
+            ("profile", "--url", "x", "--longest-tokens", "1"),
+            "pd-connector profile: Invalid value for '--longest-tokens': '1': should be greater than or equal to 64",
+        ),
+        (
+            ("profile", "--repeats=many"),
+            (
+                "pd-connector profile: Invalid value for '--repeats': 'many': should be a valid integer, unable to parse "
+                "string as an integer"
+            ),
+        ),
+        (
+            ("demo", "--transport", "rdma"),
+            "pd-connector demo: Invalid value for '--transport': 'rdma' is not one of 'shm', 'tcp', 'nixl'.",
+        ),
     ],
 )
 def test_a_typing_error_takes_two_lines_and_names_what_was_meant(
@@ -127,6 +142,48 @@ def test_a_typing_error_takes_two_lines_and_names_what_was_meant(
     first, second = refused.stderr.splitlines()
     assert first == said
     assert second == f"{said.partition(': ')[0]} --help tells more"
+
+
+def test_a_reader_that_has_had_enough_ends_a_command_without_a_word() -> None:
+    program = "import sys; from pd_connector.tools.cli.app import main; sys.exit(main())"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", program, "key"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_is_not_utf_8_gets_words_and_no_traceback(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    said = run("check", "{}")
+    assert said.returncode == 1
+    assert "0 ok, 0 warn, 2 fail" in said.stdout
+    assert not said.stderr
+
+
+def test_a_full_disk_takes_one_line() -> None:
+    program = "import sys; from pd_connector.tools.cli.app import main; sys.exit(main())"
+    for arguments in (["key"], ["check", "{}"]):
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run(
+                [sys.executable, "-c", program, *arguments],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                check=False,
+            )
+        assert ended.returncode == 1
+        assert len(ended.stderr.splitlines()) == 1
+        assert b"No space left on device; make room there" in ended.stderr
 
 
 def test_the_version_is_the_packages() -> None:

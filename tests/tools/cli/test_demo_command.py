@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from pd_connector.errors import PDConnectorError
 from pd_connector.tools.cli import asker, demo
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.asker import DemoError, PromptResult, StreamedAnswer
@@ -63,6 +64,13 @@ def test_kv_that_never_came_exits_with_1_and_says_so(run):
     assert "received no KV" in result.output
 
 
+def test_a_demo_that_starts_nothing_leaves_no_logs(run, tmp_path):
+    result = run(PDConnectorError("no SGLang"))
+    assert result.exit_code == 1
+    assert "logs" not in result.output
+    assert not (tmp_path / "logs").exists()
+
+
 def test_an_interrupt_exits_with_130(run, tmp_path):
     result = run(KeyboardInterrupt())
     assert result.exit_code == 130
@@ -90,7 +98,19 @@ def test_the_shipped_models_folder_is_printed_and_nothing_starts():
     assert (Path(result.output.strip()) / "config.json").is_file()
 
 
+@pytest.mark.parametrize("model", ["nope", "./nope", "some/model", "~nobody", "x" * 300])
+def test_a_model_that_is_not_on_this_machine_is_refused_before_an_engine_starts(model, monkeypatch):
+    monkeypatch.setattr(demo, "_run", lambda *args: pytest.fail("engines were started"))
+    result = CliRunner().invoke(app, ["demo", "--model", model], env={"COLUMNS": "500"})
+    assert result.exit_code == 2
+    assert "name the folder of a model" in result.output
+
+
 def test_a_folder_without_a_model_is_named_before_an_engine_starts(tmp_path):
     result = CliRunner().invoke(app, ["demo", "--model", str(tmp_path)], env={"COLUMNS": "300"})
     assert result.exit_code == 2
     assert f"{tmp_path}: has no config.json" in result.output
+    (tmp_path / "config.json").write_text("{}")
+    file = str(tmp_path / "config.json")
+    result = CliRunner().invoke(app, ["demo", "--model", file], env={"COLUMNS": "300"})
+    assert result.exit_code == 2

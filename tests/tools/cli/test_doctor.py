@@ -28,7 +28,7 @@ from pd_connector.tools.cli.checks import (
     software,
     transports,
 )
-from pd_connector.tools.cli.checks.asking import PeerError
+from pd_connector.tools.cli.checks.asking import PeerError, asker
 from pd_connector.tools.cli.checks.facts import (
     Addition,
     Facts,
@@ -579,6 +579,66 @@ def test_a_peer_that_wants_a_key_says_so(engine_url):
     finding = only(doctor.visit(engine_url).findings, "answers")
     assert "401" in finding.found
     assert "--api-key" in finding.found
+
+
+def test_the_engines_key_is_not_sent_where_an_answer_redirects():
+    seen = list[str | None]()
+
+    class Redirects(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Authorization"))
+            here = f"127.0.0.1:{self.server.server_port}"
+            elsewhere = {
+                "/start": f"http://{here}/same",
+                "/same": f"http://localhost:{here.split(':')[1]}/end",
+            }
+            where = elsewhere.get(self.path)
+            self.send_response(302 if where else 200)
+            if where:
+                self.send_header("Location", where)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        asker(f"http://127.0.0.1:{server.server_port}", "secret")("/start", None)
+        server.shutdown()
+        thread.join()
+    assert seen == ["Bearer secret", "Bearer secret", None]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "null",
+        "[" * 100_000,
+        '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": 5, "remote_port": "x"}}',
+        (
+            '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": "10.0.0.1", "remote_port": 7,'
+            ' "remote_ranks": [1], "data_ports": 7}}'
+        ),
+        (
+            '{"data": [{"id": "m"}], "kv_transfer_params": {"describe": true, "remote_host": "10.0.0.1", "remote_port": 7,'
+            ' "remote_ranks": 5, "data_ports": "7"}}'
+        ),
+        '{"disaggregates": 1, "engines": [1, {"url": 3, "state": 5, "cache": {"ranks": {"a": 1}}}]}',
+        '{"disaggregation_mode": {}, "internal_states": {}}',
+    ],
+)
+def test_whatever_answers_there_is_a_finding(answer: str) -> None:
+    visit = peer.check(
+        "http://x", lambda path, body: answer, lambda host, port: "", lambda *_: None
+    )
+    assert visit.findings
+
+
+@pytest.mark.parametrize(("host", "port"), [("x..y", 80), ("127.0.0.1", 99_999_999)])
+def test_what_a_peer_says_may_be_no_address(host: str, port: int) -> None:
+    assert peer.connect(host, port)
 
 
 def test_what_hangs_or_crashes_when_tried_is_a_finding_and_not_the_end():

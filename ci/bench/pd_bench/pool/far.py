@@ -347,7 +347,7 @@ def _once(server: Server, hosts: Sequence[Host], say: Say) -> Comparison:
 
     def load(host: Host) -> None:
         buffer = memoryview(bytearray(OBJECT_BYTES))
-        host.store.pin(keys, 60.0)
+        host.store.prefetch(keys)
         for key in keys:
             host.load(key, buffer)
 

@@ -148,6 +148,11 @@ spec:
 {{- fail (printf "prefill.connector.%s: the chart sets it, and opens it in the NetworkPolicy: set ports.%s" $name (trimSuffix "_port" $name)) -}}
 {{- end -}}
 {{- end -}}
+{{- range $side := list "prefill" "decode" -}}
+{{- if hasKey (index $.Values $side).connector "key" -}}
+{{- fail (printf "%s.connector.key: engines log their arguments: put the key into the secret %s" $side $.Values.keySecret) -}}
+{{- end -}}
+{{- end -}}
 {{- $control := int .Values.ports.control -}}
 {{- $data := int .Values.ports.data -}}
 {{- $ranks := int .Values.prefill.tensorParallelSize -}}

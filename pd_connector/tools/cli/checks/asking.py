@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from http.client import HTTPException, RemoteDisconnected
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from pd_connector.hosts import server_url
+from pd_connector.hosts import server_url, without_secret
 
 TIMEOUT_S = 10.0
 _MOST_ERROR_BYTES = 1 << 20
@@ -17,6 +18,28 @@ DESCRIBE_TIMEOUT_S = 60.0  # a busy engine answers after its present work
 
 Ask = Callable[[str, Mapping[str, Any] | None], str]
 """GET a path of the peer, or POST a body to it; returns the answer's body. Raises PeerError."""
+
+
+class _Redirects(HTTPRedirectHandler):
+    """Follows redirects. urllib would send the engines' key to whatever host an answer names."""
+
+    def redirect_request(self, request: Request, *answer: Any) -> Request | None:
+        """See `HTTPRedirectHandler`."""
+        following = super().redirect_request(request, *answer)
+        if (
+            following
+            and urlsplit(following.full_url).hostname != urlsplit(request.full_url).hostname
+        ):
+            following.remove_header("Authorization")
+        return following
+
+
+def json_of(answer: str) -> Any:
+    """The JSON of an answer. Raises ValueError: it is not JSON, or nested too deeply."""
+    try:
+        return json.loads(answer)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
 
 
 class PeerError(Exception):
@@ -36,12 +59,12 @@ def url_of(given: str) -> str:
     try:
         return server_url(given)
     except ValueError as error:
-        raise PeerError(f"{given!r}: {error} (--peer)") from None
+        raise PeerError(f"{without_secret(given)!r}: {error} (--peer)") from None
 
 
 def asker(url: str, api_key: str | None) -> Ask:
     """A function that asks over HTTP. Proxy variables are for the internet; engines are dialled directly."""
-    opener = build_opener(ProxyHandler({}))
+    opener = build_opener(ProxyHandler({}), _Redirects)
 
     def ask(path: str, body: Mapping[str, Any] | None) -> str:
         headers = {"Content-Type": "application/json"}

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pd_connector.errors import ConfigError
+from pd_connector.hosts import without_secret
 from pd_connector.pool.carrier.asking import CarrierLink
-from pd_connector.pool.far.registry import far_address, far_class, without_secret
+from pd_connector.pool.far.registry import far_address, far_class
 from pd_connector.pool.far.seal import read_keys
 from pd_connector.pool.settings import text_of
 from pd_connector.tools.cli.checks.facts import CarrierFacts
@@ -42,7 +43,7 @@ def look(folder: Path, environment: Mapping[str, str] = os.environ) -> CarrierFa
         except ConfigError as error:
             refused = str(error).replace("--far", FAR_VARIABLE, 1)
             lacks = _lacks_package(far, refused)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return CarrierFacts(refused=refused)
     link = CarrierLink(folder)
     try:
@@ -109,9 +110,9 @@ def _finding(text: str, options: str, where: str) -> Finding:
         advice = f"name the far store with --far, or in {FAR_VARIABLE}, such as redis://HOST:6379"
         return Finding(where, name, Status.FAIL, "no far store is named", advice)
     address, key, python = far.group(1), _KEY_FILE.search(options), _PYTHON.search(options)
-    if "$" in address or "{" in address:
-        return Finding(where, name, Status.OK, f"{address}: known when it starts")
     shown = without_secret(address)
+    if "$" in address or "{" in address:
+        return Finding(where, name, Status.OK, f"{shown}: known when it starts")
     try:
         far_address(address, sealed=key is not None)
     except ConfigError as error:
@@ -123,7 +124,7 @@ def _finding(text: str, options: str, where: str) -> Finding:
         shown += f" by a client of {python.group(1)}, which checks it when it starts"
     try:
         path = Path(shlex.split(key.group(1))[0]) if key and "$" not in key.group(1) else None
-        if path is not None and path.exists():  # it may be a file of another machine
+        if path is not None and os.path.exists(path):  # it may be a file of another machine
             read_keys(path)
     except ConfigError as error:
         return Finding(where, name, Status.FAIL, str(error))

@@ -2,6 +2,7 @@
 """Whether a model hands over, by its `config.json` and the table of models (docs/models.md)."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ _SAID = {
 }
 
 
+_ADVICE = (
+    "give a folder with a config.json that has architectures, or the name of a downloaded model"
+)
+
+
 def check(model: str) -> list[Finding]:
     """Findings about a model.
 
@@ -24,12 +30,14 @@ def check(model: str) -> list[Finding]:
     """
     area = f"model {model}"
     try:
-        config = json.loads(_config_of(model).read_text())
-        architectures = [str(name) for name in config["architectures"]]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        advice = "give a folder with a config.json that has architectures, or the name of a downloaded model"
-        return [Finding(area, "config.json", Status.FAIL, str(error), advice)]
-    return _findings(area, architectures)
+        config = json.loads(config_of(model).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        return [Finding(area, "config.json", Status.FAIL, str(error), _ADVICE)]
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if not isinstance(architectures, list) or not architectures:
+        said = f"has architectures {architectures!r}: must be a list of names"
+        return [Finding(area, "config.json", Status.FAIL, said, _ADVICE)]
+    return _findings(area, list(map(str, architectures)))
 
 
 def _findings(area: str, architectures: list[str]) -> list[Finding]:
@@ -54,9 +62,10 @@ def _finding(area: str, engine: str, support: Support) -> Finding:
     return Finding(area, engine, _STATUS[support.standing], detail, support.remedy)
 
 
-def _config_of(model: str) -> Path:
-    """Raises FileNotFoundError if the model's config is not on this machine."""
-    path = Path(model).expanduser()
+def config_of(model: str) -> Path:
+    """The `config.json` of a model: of its folder, or in Hugging Face's cache. Raises OSError if it is not on this
+    machine."""
+    path = Path(os.path.expanduser(model))
     if path.is_file():
         return path
     if path.is_dir():
@@ -66,7 +75,11 @@ def _config_of(model: str) -> Path:
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(model, "config.json")
-    except (ImportError, ValueError):  # not installed, or no name of a model
+    except ImportError:
+        raise FileNotFoundError(
+            f"{model}: no such folder; huggingface_hub is not installed, so its cache is not looked at"
+        ) from None
+    except ValueError:  # no name of a model
         pass
     if not isinstance(cached, str):
         raise FileNotFoundError(f"{model}: no such folder, and not in Hugging Face's cache here")

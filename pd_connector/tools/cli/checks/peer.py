@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine or a router elsewhere: whether it is up, uses PDConnector, and has a control port that is reachable from here."""
 
-import json
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from pd_connector.hosts import is_loopback
 from pd_connector.protocol.wire import about
 from pd_connector.remedies import outage_in, staged_in
 from pd_connector.tools.cli.checks import router, together
-from pd_connector.tools.cli.checks.asking import TIMEOUT_S, Ask, PeerError
+from pd_connector.tools.cli.checks.asking import TIMEOUT_S, Ask, PeerError, json_of
 from pd_connector.tools.cli.checks.finding import Finding, Status
 from pd_connector.tools.cli.checks.together import EngineReport
 
@@ -62,7 +61,7 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
     try:
         card = _card(ask)
         model = str(card["id"])
-        answer = json.loads(
+        answer = json_of(
             ask(
                 "/v1/completions",
                 {"model": model, "prompt": "a", "max_tokens": 1, "kv_transfer_params": _DESCRIBE},
@@ -83,7 +82,7 @@ def check(url: str, ask: Ask, connect: Connect, greet: Greet) -> Visit:
 
 def _card(ask: Ask) -> Mapping[str, Any]:
     """An engine's report about its first model. Raises as `ask` and the types of JSON do."""
-    card: Mapping[str, Any] = json.loads(ask("/v1/models", None))["data"][0]
+    card: Mapping[str, Any] = json_of(ask("/v1/models", None))["data"][0]
     return card
 
 
@@ -126,7 +125,7 @@ def _tokens(ask: Ask, model: str) -> tuple[object, ...]:
     tokenized: list[object] = []
     for question in ({"prompt": SAMPLE}, {"messages": chat}):
         try:
-            answer = json.loads(ask("/tokenize", {"model": model, **question}))
+            answer = json_of(ask("/tokenize", {"model": model, **question}))
             tokenized.append(answer.get("tokens"))
         except (PeerError, ValueError, LookupError, AttributeError):
             tokenized.append(None)
@@ -136,7 +135,7 @@ def _tokens(ask: Ask, model: str) -> tuple[object, ...]:
 def _sglang(ask: Ask) -> dict[str, Any] | None:
     """An SGLang engine's state; None for another engine."""
     try:
-        server_info = json.loads(ask("/server_info", None))
+        server_info = json_of(ask("/server_info", None))
     except (PeerError, ValueError):
         return None
     return (
@@ -188,7 +187,7 @@ def _states(server_info: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _version(url: str, ask: Ask) -> Finding:
     try:
-        version = str(json.loads(ask("/version", None))["version"])
+        version = str(json_of(ask("/version", None))["version"])
     except (PeerError, ValueError, LookupError, TypeError) as error:
         return Finding(
             url,
@@ -254,8 +253,10 @@ def _connector(url: str, params: Any, ask: Ask, connect: Connect, greet: Greet) 
 def _ports(url: str, params: Mapping[str, Any]) -> list[Finding]:
     """The ports to open for decode engines on other machines."""
     ranks, data = params.get("remote_ranks"), params.get("data_ports")
-    control = [rank[1] for rank in ranks if len(rank) > 1] if isinstance(ranks, list) else []
-    ports = sorted({port for port in [*control, *(data or ())] if isinstance(port, int)})
+    listed = ranks if isinstance(ranks, list) else []
+    control = [rank[1] for rank in listed if isinstance(rank, list) and len(rank) > 1]
+    own = data if isinstance(data, list) else []
+    ports = sorted({port for port in [*control, *own] if isinstance(port, int)})
     if not ports or is_loopback(str(params.get("remote_host"))):
         return []
     shown = ", ".join(map(str, ports))
@@ -299,5 +300,9 @@ def connect(host: str, port: int) -> str:
     try:
         with socket.create_connection((host, port), timeout=TIMEOUT_S):
             return ""
-    except OSError as error:
-        return error.strerror or str(error)
+    except (
+        OSError,
+        UnicodeError,
+        OverflowError,
+    ) as error:  # a peer can say anything
+        return getattr(error, "strerror", None) or str(error)

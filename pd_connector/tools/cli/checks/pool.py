@@ -24,14 +24,14 @@ def look() -> Pool:
     memory = memory_folder()
     tmpfs = memory.parents[1]
     size = 0
-    if tmpfs.is_dir():
+    if os.path.isdir(tmpfs):
         room = os.statvfs(tmpfs)
         size = room.f_blocks * room.f_frsize
     budget, refused = 0, ""
     try:
         if settings := load(True):
             budget = settings.memory.budget
-            inner = next(path for path in (memory, memory.parent, tmpfs) if path.is_dir())
+            inner = next(path for path in (memory, memory.parent, tmpfs) if os.path.isdir(path))
             if not os.access(inner, os.W_OK | os.X_OK):
                 refused = f"{inner}: this user cannot write there; mount it writable, or name another tmpfs in {SHM_VARIABLE}"
     except ConfigError as error:
@@ -39,7 +39,7 @@ def look() -> Pool:
     facts = Pool(
         str(memory), file_system(tmpfs), size, budget, refused, carrier=carrier.look(memory)
     )
-    if not memory.is_dir():
+    if not os.path.isdir(memory):
         return facts
     try:
         return _inside(facts, memory)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A router of ours, by what its `/health` says."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from pd_connector.tools.cli.checks.asking import json_of
 from pd_connector.tools.cli.checks.finding import Finding, Status
 
 
 def state_in(health: str) -> Mapping[str, Any] | None:
     """What a router says; None for an engine."""
     try:
-        state = json.loads(health)
+        state = json_of(health)
     except ValueError:
         return None
     ours = isinstance(state, dict) and "disaggregates" in state
@@ -37,7 +37,11 @@ def _unreachable(engine: Mapping[str, Any]) -> list[str]:
     whole = cache if isinstance(cache, dict) else {}
     ranks = whole.get("ranks")
     parts = [whole, *(ranks.values() if isinstance(ranks, dict) else ())]
-    return [str(part["unreachable"]) for part in parts if "unreachable" in part]
+    return [
+        str(part["unreachable"])
+        for part in parts
+        if isinstance(part, dict) and "unreachable" in part
+    ]
 
 
 def _events(url: str, engine: Mapping[str, Any], ports: list[str]) -> Finding:

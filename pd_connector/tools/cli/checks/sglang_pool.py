@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang engines with a KV pool in a script or manifest: whether their arguments can be combined
-with a pool."""
+"""SGLang engines in a script or manifest: their config, and whether their arguments can be combined with a KV pool."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +21,28 @@ _NEAR = 80
 """Most characters between the variable's name and its value."""
 
 
-def in_text(text: str, place: str) -> list[Finding]:
-    """Findings about the SGLang engines that a text starts; none if its config has no pool."""
-    return list(_findings(text, place))
+def in_text(text: str, place: str, environment: Mapping[str, str]) -> list[Finding]:
+    """Findings about the SGLang engines that a text starts; none if it has no config of theirs.
+
+    Args:
+        environment: variables of the engines' processes.
+    """
+    return list(_findings(text, place, environment))
 
 
-def _findings(text: str, place: str) -> Iterator[Finding]:
-    written = _config(text)
-    if not written.get("pool"):
+def _findings(text: str, place: str, environment: Mapping[str, str]) -> Iterator[Finding]:
+    written, source, at = _config(text)
+    if not source:
+        return
+    where = f"{place}:{text.count(chr(10), 0, at) + 1}"
+    try:
+        config = load_config(source, environment)
+    except ConfigError as error:
+        yield from (Finding(where, "SGLang's config", Status.FAIL, said) for said in error.args)
+        return
+    if not config.pool:
+        keys = ", ".join(f"{name} {value!r}" for name, value in written.items() if name != "key")
+        yield Finding(where, "SGLang's config", Status.OK, keys or "defaults")
         return
     commands = [*_COMMAND.finditer(text)]
     stops = [*(command.start() for command in commands[1:]), len(text)]
@@ -38,7 +51,7 @@ def _findings(text: str, place: str) -> Iterator[Finding]:
             continue
         where = f"{place}:{text.count(chr(10), 0, command.start()) + 1}"
         try:
-            settings.check(load_config(json.dumps(written)).pool)
+            settings.check(config.pool)
             given = _options(text[command.end() : stop])
             check_arguments(given)
             check_page_size(given.page_size)
@@ -48,19 +61,19 @@ def _findings(text: str, place: str) -> Iterator[Finding]:
             yield Finding(where, "SGLang's pool", Status.OK, f"in use by {CONFIG_VARIABLE}")
 
 
-def _config(text: str) -> dict[str, Any]:
-    """The object in the variable of the config, as far as the text has it."""
+def _config(text: str) -> tuple[dict[str, Any], str, int]:
+    """The object in the variable of the config, as far as the text has it, its own text, and where that begins."""
     for match in re.finditer(CONFIG_VARIABLE, text):
         begin = text.find("{", match.end(), match.end() + _NEAR)
         if begin < 0:
             continue
         try:
-            value, _ = json.JSONDecoder().raw_decode(text, begin)
-        except ValueError:
+            value, end = json.JSONDecoder().raw_decode(text, begin)
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            return value
-    return {}
+            return value, text[begin:end], begin
+    return {}, "", 0
 
 
 def _options(command: str) -> Any:

@@ -88,8 +88,11 @@ def check(written: Written, environment: Mapping[str, str]) -> list[Finding]:
     findings = [*_unknown(place, value), *_name(place, value), *_role(place, value)]
     extra = value.get("kv_connector_extra_config", {})
     if not isinstance(extra, Mapping):
-        text = f"kv_connector_extra_config {extra!r}"
-        return [*findings, Finding(place, "config", Status.FAIL, text, "must be a JSON object")]
+        text = f"kv_connector_extra_config is {_kind(extra)}"
+        advice = "must be a JSON object"
+        if isinstance(extra, str):
+            advice += ", without quotation marks around it"
+        return [*findings, Finding(place, "config", Status.FAIL, text, advice)]
     if _is_wrapper(value):
         return [*findings, *_parts(place, value, extra, environment)]
     if _meant(value.get("kv_connector")):
@@ -139,11 +142,22 @@ def _unknown(place: str, value: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(place, key, Status.WARN, text, "leave it out")
         elif key in Config.__struct_fields__:
             text = f"{key!r} is a key of the connector, not of vLLM"
-            advice = f'write "kv_connector_extra_config": {{{json.dumps(key)}: {json.dumps(value[key])}}}'
+            pair = f"{json.dumps(key)}: {json.dumps(value[key], default=str)}"
+            advice = f'write "kv_connector_extra_config": {{{pair}}}'
+            if key == "key":  # which must not be shown
+                advice = f"set it in the variable {KEY_VARIABLE}"
             yield Finding(place, "keys", Status.FAIL, text, advice)
         elif key not in KEYS:
             advice = did_you_mean(key, KEYS) or f"vLLM knows {', '.join(KEYS)}"
             yield Finding(place, "keys", Status.FAIL, f"unknown key {key!r}", advice)
+
+
+def _kind(value: object) -> str:
+    """What a value is, without its contents: a key may be among them."""
+    kinds = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
+    if value is None:
+        return "missing"
+    return kinds.get(type(value), "a number")
 
 
 def _is_wrapper(value: Mapping[str, Any]) -> bool:
@@ -205,7 +219,9 @@ def _parts(
 ) -> Iterator[Finding]:
     parts = extra.get("connectors")
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        text = f"kv_connector_extra_config.connectors is {parts!r}"
+        text = f"kv_connector_extra_config.connectors is {_kind(parts)}"
+        if isinstance(parts, list):
+            text += " with other values than objects"
         yield Finding(
             place, "parts", Status.FAIL, text, "must be a list of objects, one a connector"
         )
