@@ -97,9 +97,14 @@ class LoadBreakeven:
         measured = [(name, tier) for name, tier in list(self._tiers.items()) if tier.byte_s > 0]
         return {name: 1 / tier.byte_s for name, tier in measured}
 
+    def seconds(self, tier: str, nbytes: int) -> float:
+        """How long it takes to load these bytes from a tier; 0 if its speed is not measured."""
+        return nbytes * self._tier(tier).byte_s
+
     def silent(self, tier: str, now: float) -> None:
-        """A tier did not answer in time."""
-        self._tier(tier).silent.begin(now)
+        """A tier did not answer in time. Several loads under way can say so; only probes prolong the pause."""
+        if not (pause := self._tier(tier).silent).length_s:
+            pause.begin(now)
 
     def probe(self, hit: Sequence[tuple[str, int]], now: float) -> int | None:
         """The place of a chunk that is to be read as a probe, if its tier was left alone for long enough.

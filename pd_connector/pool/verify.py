@@ -54,7 +54,8 @@ class InMemory(Reading):
 
 
 def verify(store: Store) -> Iterator[Checked]:
-    """Read all parts of all chunks. Chunks that go meanwhile are left out; damaged ones stay, unless a file is missing."""
+    """Read all parts of all chunks. Chunks that go meanwhile are left out; damaged ones stay, unless a file is missing. Raises
+    PoolError: this process cannot read on."""
     for chunk in store.chunks():
         problems = []
         for part in chunk.parts:
@@ -63,6 +64,8 @@ def verify(store: Store) -> Iterator[Checked]:
                     if problem := sound(chunk.key, part, reading):
                         problems.append(f"{part}: {problem}")
             except PoolError as error:
+                if error.cause is Miss.REFUSED:  # this process has no file handles or memory left
+                    raise
                 if error.cause is not Miss.EVICTED:
                     problems.append(f"{part}: {error}")
         yield Checked(chunk.key, chunk.nbytes, "; ".join(problems))

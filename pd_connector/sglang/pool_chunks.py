@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from pd_connector.agent.thread_priority import prefer_this_thread
@@ -114,6 +115,12 @@ class HeldChunks:
     def far_moved_s(self) -> float:
         """When a chunk last came from the far store, on the steady clock."""
         return self._loader.far_moved_s
+
+    def fitting(self, hits: Sequence[Found]) -> int:
+        """For how many of these chunks, from the first one on, there is room."""
+        with self._lock:
+            room = MOST_HELD_BYTES - self.nbytes
+        return sum(total <= room for total in accumulate(hit.nbytes for hit in hits))
 
     def hold(self, chunk: PromptChunk, hit: Found, facts: ModelFacts) -> HeldChunk | None:
         """Hold a chunk, and read it unless it was read for another request. None: there is no room.

@@ -226,7 +226,8 @@ class PoolPrompts:
                 self._miss(len(hits) - pays, Miss.NOT_WORTH)
             prompt.chunks = chunks
             required = range(prompt.first, pays)
-            self._store.prefetch([chunks[n].key for n in required if hits[n].tier == FAR])
+            fit = required[: self.held.fitting(hits[prompt.first : pays])]
+            self._store.prefetch([chunks[n].key for n in fit if hits[n].tier == FAR])
             for number in required:
                 held = self.held.hold(chunks[number], hits[number], prompt.facts)
                 if held is None:

@@ -51,7 +51,7 @@ def run(app: Any, name: str, arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()  # at Python's own exit it is too late to say what is wrong
     except _Refusal as error:
-        return _refused(error, name)
+        return _refused(error, name, sys.argv[1:] if given is None else given)
     except (typer.Abort, KeyboardInterrupt):
         status = INTERRUPTED
     except PDConnectorError as error:  # its text is for users
@@ -84,7 +84,7 @@ def not_known(kind: str, name: str, names: Iterable[str]) -> str:
     return f"{kind} {name!r} is not known{'; ' + near if near else ''}"
 
 
-def _refused(error: Any, name: str) -> int:
+def _refused(error: Any, name: str, arguments: Sequence[str]) -> int:
     """Print an error, and where to read more. Returns the exit status."""
     path = error.ctx.command_path if getattr(error, "ctx", None) else name
     if type(error).__name__ == "NoArgsIsHelpError":  # typer has printed the help
@@ -92,9 +92,21 @@ def _refused(error: Any, name: str) -> int:
     if hasattr(error, "possibilities"):
         said = not_known("option", error.option_name, error.possibilities or ())
     else:
-        said = " ".join(error.format_message().split())
+        said = " ".join(error.format_message().split()).replace("Value error, ", "")
+        if "Input should" in said:  # which does not say what it is
+            said = said.replace("Input should", f"{_value_of(error, arguments)!r}: should")
     print(f"{path}: {said}\n{path} --help tells more", file=sys.stderr)
     return int(error.exit_code)
+
+
+def _value_of(error: Any, arguments: Sequence[str]) -> str:
+    """What the user gave for the option of an error; empty if that is not known."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for argument, following in pairwise([*arguments, ""]):
+        option, equals, value = argument.partition("=")
+        if option in names:
+            return value if equals else following
+    return ""
 
 
 def _show_version(given: bool) -> None:

@@ -87,7 +87,7 @@ class WireCache:
 
     @property
     def nbytes(self) -> int:
-        """Of whole pages."""
+        """Bytes of all whole pages."""
         return sum(int(layer.nbytes) for layer in self.layers)
 
     def layer_pages(self) -> dict[int, LayerPages]:

@@ -640,9 +640,10 @@ def test_a_load_whose_chunks_wait_behind_others_is_not_stalled(
         afar.comes.set()
     assert isinstance(ended, Finished)
     assert ended.cause is (None if others_come else Cause.STALLED)
-    assert afar.asked[0] == [chunk.key for chunk in chunks()], (
-        "all in one row, before any is waited for"
-    )
+    if others_come:  # else it may have stalled before anything was asked for
+        assert afar.asked[0] == [chunk.key for chunk in chunks()], (
+            "all in one row, before any is waited for"
+        )
 
 
 def handed_over(producer: Rank, consumer: Rank, name: str) -> Finished:

@@ -4,6 +4,7 @@
 from attention_cases import DECODES
 from control_cases import CONTROLS
 from direct_cases import DIRECT
+from drawn_cases import DRAWN
 from edge_cases import EDGES
 from graph_cases import REPLAYS
 from handoff_cases import DOORS
@@ -29,7 +30,7 @@ CASES = (
     | REPLAYS
     | SGLANG
 )
-CASES |= PUBLIC | PEERS | COUNTS | EDGES
+CASES |= PUBLIC | PEERS | COUNTS | EDGES | DRAWN
 
 SWITCHES = {
     ("column_merge", True): ("mla, 16 heads", "latent_attention"),

@@ -50,6 +50,14 @@ EDGES = (
 )
 
 
+DRAWN = "drawn, controls", "drawn, paged 3", "drawn, mixed 2", "drawn, chosen 1"
+
+
+def test_everything_at_once_is_right() -> None:
+    """`python -m tests.emulator "drawn, "` executes all."""
+    assert executed(*DRAWN) == dict.fromkeys(DRAWN, "")
+
+
 def test_what_engines_rarely_pass_is_right() -> None:
     """`python -m tests.emulator "edges, "` executes all."""
     assert executed(*EDGES) == dict.fromkeys(EDGES, "")

@@ -120,7 +120,13 @@ def wrong_options(text: str, known: dict[str, set[str]]) -> list[str]:
 def test_options_that_documents_name_exist() -> None:
     known = set[str]().union(
         *commands().values(),
-        written_in("ci/gpu_run", "ci/bench/pd_bench/kernels", "tests/emulator", "tests/fuzz"),
+        written_in(
+            "ci/gpu_run",
+            "ci/bench/pd_bench/kernels",
+            "tests/emulator",
+            "tests/fuzz",
+            "tests/kernels",
+        ),
         OTHERS,
         of_engines(),
     )

@@ -785,7 +785,10 @@ def test_chunks_of_this_host_do_not_wait_behind_chunks_from_afar() -> None:
             assert found
             return found
 
+        half = Found(FAR, (), pool_chunks.MOST_HELD_BYTES // 2)
+        assert held.fitting([half] * 3) == 2
         far = [hold(b"far %d" % number, FAR) for number in range(4)]
+        assert held.fitting([half] * 3) == 1
         here = hold(b"here", MEMORY)
         until(lambda: here.done, "the chunk of this host")
         assert here.problem == (Miss.EVICTED, "read")

@@ -30,7 +30,7 @@ from pd_connector.pool import load_breakeven as worth
 from pd_connector.pool.advertised import find_engine
 from pd_connector.pool.jobs import Fill, Save
 from pd_connector.pool.keys import CHUNK_TOKENS, chain
-from pd_connector.pool.store.base import FAR, Writing
+from pd_connector.pool.store.base import FAR, MEMORY, Writing
 from pd_connector.vllm.identity import loaded_model as pool_model
 from pd_connector.vllm.identity.adapters import Adapters
 from pd_connector.vllm.messages import AuditReport, Cut, WorkerActivity
@@ -374,6 +374,32 @@ def test_no_load_begins_that_would_wait_for_longer_than_computing_takes(
     add(of, "a", 3 * CHUNK_TOKENS + 50, max_tokens=2)
     of.step()
     assert len(fills(of)) == (0 if wait_s else 1)
+
+
+@pytest.mark.parametrize(("tier", "loads"), [(FAR, ["r0"]), (MEMORY, ["r0", "r1"])])
+def test_of_requests_that_come_at_once_no_more_load_than_pays(
+    monkeypatch: pytest.MonkeyPatch, tier: str, loads: list[str]
+) -> None:
+    """All are looked up before the first load begins, so the carrier knows of none. Control: chunks of this host."""
+    of = engine()
+    for seed in (0, 1):
+        stored(of, 3, seed)
+    of.side.pool._breakeven.computed(1000, 1.0)  # 0.128 s for a chunk
+    of.side.pool._breakeven.loaded(tier, 100, 0.1)  # of one chunk
+    find = of.store.find
+    monkeypatch.setattr(
+        type(of.store),
+        "find",
+        lambda _, keys: [hit and hit._replace(tier=tier) for hit in find(keys)],
+    )
+    for seed in (0, 1):
+        add(of, f"r{seed}", 3 * CHUNK_TOKENS + 50, max_tokens=2, seed=seed)
+    of.step()
+    assert [fill.request for fill in fills(of)] == loads
+    run(of)
+    of.step(finished_recving=set(loads))
+    run(of)
+    assert not of.side.pool._looks.coming
 
 
 def test_a_chunk_that_no_one_here_can_use_is_not_looked_for_again() -> None:

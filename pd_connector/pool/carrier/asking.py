@@ -47,7 +47,7 @@ SILENT_S = 0.25
 """Longest silence of a carrier that brings a chunk, in seconds."""
 BRING_S = 4.0
 """Longest time in which a carrier brings no chunk at all, in seconds."""
-QUEUE_S = 30.0
+QUEUE_S = 10.0
 """Longest wait for a chunk while others come before it, in seconds."""
 _CHECK_S = 60.0
 """Longest wait for a chunk that is checked, in seconds."""
@@ -79,6 +79,8 @@ class CarrierLink:
         self._path = folder
         self._folder: SocketFolder | None = None
         self._free: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
+        self._closed = False
         self._lock = threading.Lock()
         self._absent_until_s = 0.0
         self._answers = Answers()
@@ -165,8 +167,12 @@ class CarrierLink:
         return None
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up. Requests under way fail."""
         with self._lock:
+            self._closed = True
+            for channel in self._busy:
+                with contextlib.suppress(OSError):
+                    channel.shutdown(socket.SHUT_RDWR)
             for channel in self._free:
                 channel.close()
             self._free.clear()
@@ -219,6 +225,8 @@ class CarrierLink:
             most_s: longest wait for the answer. It begins again when the carrier tells that other chunks have come.
         """
         channel = self._taken()
+        with self._lock:
+            self._busy.add(channel)
         try:
             began_s = time.monotonic()
             until_s = began_s + most_s
@@ -242,12 +250,18 @@ class CarrierLink:
         except BaseException:
             channel.close()
             raise
+        finally:
+            with self._lock:
+                self._busy.discard(channel)
         self._give_back(channel)
         return answer
 
     def _give_back(self, channel: socket.socket) -> None:
         with self._lock:
-            self._free.append(channel)
+            if self._closed:
+                channel.close()
+            else:
+                self._free.append(channel)
 
     def _taken(self) -> socket.socket:
         """A connection. Raises OSError."""

@@ -80,10 +80,18 @@ class Bringing:
         return self._ended
 
     def wait_s(self, keys: Iterable[bytes]) -> float:
-        """How long the other chunks on their way will take. These chunks would come after that, in seconds."""
+        """How long the chunks on their way that come before the last one of these will take, in seconds."""
+        own, nbytes = set(keys), 0
         with self._lock:
-            own = sum(self._on_their_way[key].nbytes for key in keys if key in self._on_their_way)
-            return self._pace.seconds(self._on_their_way_bytes - own)
+            missing = not own <= self._on_their_way.keys()  # they will come after all others
+            for key, each in self._on_their_way.items():
+                if not own and not missing:
+                    break
+                if key in own:
+                    own.discard(key)
+                else:
+                    nbytes += each.nbytes
+            return self._pace.seconds(nbytes)
 
     @property
     def errors(self) -> int:

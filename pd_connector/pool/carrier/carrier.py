@@ -77,7 +77,7 @@ class Carrier:
             self.journal.note(keys[: len(sizes)], there=True)
             self._counts.add("finds_found" if sizes else "finds_none")
             self._counts.add("found", len(sizes))
-            return Sizes(sizes, wait_s=self._bringing.wait_s(keys) if sizes else 0.0)
+            return Sizes(sizes, wait_s=self._bringing.wait_s(keys[: len(sizes)]))
         except SilentError:
             self._counts.add("silent_finds")
             return Sizes([], silent=True)

@@ -37,7 +37,7 @@ class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sizes"
     silent: bool = False
     """The far store does not answer."""
     wait_s: float = 0.0
-    """How long other chunks are on their way, in seconds. Chunks that are requested now come after them."""
+    """How long other chunks are on their way before the last one of these can come, in seconds."""
 
 
 class Bring(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="bring"):

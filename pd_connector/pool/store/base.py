@@ -262,13 +262,13 @@ class Store(ABC):
     @abstractmethod
     def bring(self, key: bytes) -> Found | None:
         """Bring a chunk to this host, so that `read` can open its parts. If it is in tier `FAR`, waits as long as chunks
-        come from there, 30 s at most. Does not wait otherwise.
+        come from there, 10 s at most. Does not wait otherwise.
 
         Returns:
             The chunk's present place; None if no tier has it.
 
         Raises:
-            PoolError: LATE, the far store does not answer; NOT_WORTH, the chunk has waited for 30 s behind others; REFUSED,
+            PoolError: LATE, the far store does not answer; NOT_WORTH, the chunk has waited for 10 s behind others; REFUSED,
                 this host has no room; DAMAGED, the far store's object was altered, and has been removed.
         """
 

@@ -156,6 +156,7 @@ class Folder:
         with contextlib.closing(Folder(self.name, self.path.parent, self._key)) as new:
             for old, fresh in zip(self._opened(), new._opened(), strict=True):
                 os.dup2(fresh, old, inheritable=False)
+            self._mount_point = new._mount_point
 
     def _paths(self) -> list[Path]:
         return [self.path, *(self.path / name for name in ("index", "data", "staged"))]

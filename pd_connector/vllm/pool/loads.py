@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pd_connector.errors import Cause, Miss
 from pd_connector.pool.jobs import Fill
 from pd_connector.pool.keys import CHUNK_TOKENS
-from pd_connector.pool.load_breakeven import LoadBreakeven, longest_wait_s
+from pd_connector.pool.load_breakeven import LoadBreakeven
 from pd_connector.pool.store.base import FAR, Found
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.messages import Cut, earliest
@@ -50,7 +50,10 @@ class PoolLoads:
 
     def begin(self, prompt: PoolPrompt, loading: Loading, fill: Fill) -> None:
         """A load begins: the ranks get a command for it."""
-        prompt.loading = loading
+        prompt.loading = loading._replace(wait_s=self._looks.wait_s(loading.hits))
+        afar = sum(hit.nbytes for hit in loading.hits if hit.tier == FAR)
+        if afar:
+            self._looks.coming[fill.request] = afar
         pages = frozenset(page for table in fill.pages for page in table if page >= 0)
         self._pages[fill.request] = pages
         self._looks.pin(loading.keys)
@@ -59,6 +62,7 @@ class PoolLoads:
     def over(self, request_id: str) -> None:
         """Forget a request's load: all ranks have ended it, or the request has ended. Does nothing if there is none."""
         self._pages.pop(request_id, None)
+        self._looks.coming.pop(request_id, None)
 
     def broke_off(self, prompt: PoolPrompt, cut: Cut) -> None:
         """A rank could not load all chunks."""
@@ -86,8 +90,7 @@ class PoolLoads:
         self._count_hits(loading.hits)
         tiers = {hit.tier for hit in loading.hits}
         if len(tiers) == 1:
-            wait_s = longest_wait_s(loading.hits)
-            self._breakeven.loaded(tiers.pop(), nbytes, seconds, wait_s)
+            self._breakeven.loaded(tiers.pop(), nbytes, seconds, loading.wait_s)
         return nbytes // len(loading.hits)
 
     def _count_hits(self, hits: Sequence[Found]) -> None:
@@ -120,7 +123,9 @@ class PoolLoads:
         if loading is None:
             return
         bad = loading.loaded
-        if cause is Cause.STALLED or (loading.cut and loading.cut.miss == Miss.LATE):
+        if loading.cut and loading.cut.miss == Miss.LATE:  # only the far store is waited for
+            self._breakeven.silent(FAR, time.monotonic())
+        elif cause is Cause.STALLED:
             self._breakeven.silent(loading.hits[bad].tier, time.monotonic())
         elif cause is Cause.UNAUDITED:
             self._audit.begin(prompt, range(loading.stop_token, loading.tokens.stop))

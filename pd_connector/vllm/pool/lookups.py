@@ -19,7 +19,7 @@ from pd_connector.pool.keys import CHUNK_TOKENS
 from pd_connector.pool.load_breakeven import Answers, LoadBreakeven, longest_wait_s
 from pd_connector.pool.loader import seconds_to_read
 from pd_connector.pool.part_names import part_codec, part_draft
-from pd_connector.pool.store.base import Found, Store
+from pd_connector.pool.store.base import FAR, Found, Store
 from pd_connector.telemetry import Telemetry
 from pd_connector.vllm.pool.audit import PoolAudit
 from pd_connector.vllm.pool.before_reset import BeforeReset
@@ -69,6 +69,9 @@ class PoolLookups:
         self._probes = ThreadPoolExecutor(1, "pd-pool-probe")
         self._pins = ClientPins(store, self._thread)
         self._probe: Future[None] | None = None
+        self.coming: dict[
+            str, int
+        ] = {}  # bytes of loads from the far store that have begun, by request
         self._probed: list[tuple[str, int, float, float]] = []  # as `LoadBreakeven.probed` has it
         self._answers = Answers()
         self._found_in: deque[float] = deque()  # seconds that the store took for look-ups
@@ -231,12 +234,20 @@ class PoolLookups:
             hits.append(hit)
         return Look(keys, hits)
 
+    def wait_s(self, hits: Sequence[Found]) -> float:
+        """How long chunks of other loads are on their way from the far store before these can come, in seconds: as the
+        carrier has told at their look-up, or for loads that have begun since."""
+        if not any(hit.tier == FAR for hit in hits):
+            return 0.0
+        coming_s = self._breakeven.seconds(FAR, sum(self.coming.values()))
+        return max(longest_wait_s(hits), coming_s)
+
     def _paying(self, look: Look, first: int) -> int:
         """How many of the chunks of a look-up are worth using: the first `first` chunks, which are here, and those that
         load faster than they are computed."""
         hits, now = look.hits, time.monotonic()
         missing = [(hit.tier, hit.nbytes) for hit in hits[first:]]
-        wait_s = longest_wait_s(hits[first:])
+        wait_s = self.wait_s(hits[first:])
         pays = min(first, len(hits)) + self._breakeven.chunks(missing, now, wait_s)
         if pays < len(hits):
             self._telemetry.count("pool_misses", len(hits) - pays, cause=Miss.NOT_WORTH)

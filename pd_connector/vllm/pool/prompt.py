@@ -64,6 +64,7 @@ class Loading(NamedTuple):
     began_s: float
     look: "Future[Look]"
     cut: Cut | None = None  # it broke off
+    wait_s: float = 0.0  # for chunks of other loads from the far store
 
     @property
     def loaded(self) -> int:

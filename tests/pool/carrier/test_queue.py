@@ -99,6 +99,7 @@ def site(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(carrier_module, "FarClient", lambda *args: far)
     monkeypatch.setattr(putting, "_FOLLOWS_S", 0.01)
     monkeypatch.setattr(asking, "BRING_S", 4.0)
+    monkeypatch.setattr(asking, "QUEUE_S", 60.0)
     made = Site(store, far)
     yield made
     made.close()
@@ -161,6 +162,14 @@ def test_no_chunk_is_waited_for_without_end(site: Site, monkeypatch: pytest.Monk
     assert site.link._answers.waited_for, "the far store answers"
 
 
+def test_an_engine_that_ends_waits_for_no_chunk(site: Site) -> None:
+    waiter = Waiter(site)
+    until(lambda: site.link._busy, "the request")
+    site.link.close()
+    waiter.join(WAIT_S)
+    assert waiter.problem.startswith(Miss.LATE)
+
+
 def test_an_engine_is_told_how_long_it_would_wait(site: Site) -> None:
     assert site.carrier.find(site.keys).wait_s == 0.0
     site.link.prefetch(site.keys)
@@ -171,6 +180,7 @@ def test_an_engine_is_told_how_long_it_would_wait(site: Site) -> None:
     assert found
     assert (found.tier, found.wait_s > 0.0) == (FAR, True)
     assert site.carrier.find(site.keys[1:]).wait_s == 0.0, "what is on its way for the same prompt"
+    assert site.carrier.find(site.keys[1:2]).wait_s == 0.0, "the others come after it"
     assert site.carrier.find(chain("unknown", 1)).wait_s == 0.0
     for _ in range(CHUNKS):
         site.far.permits.release()

@@ -236,7 +236,7 @@ def test_a_store_is_forgotten_with_its_last_engine() -> None:
             store.has(keys(0))
             await known(world, 7)
             world.p[1].pool = None
-            await until(lambda: not stored(world), "its chunks are forgotten")
+            await until(lambda: not stored(world, A), "its chunks are forgotten")
             assert world.known(world.p[1]).store is None
             await sent(world, 0)
             assert await world.metric("pool_requests_total") == 0

@@ -116,6 +116,21 @@ def test_a_command_that_nobody_has_is_refused() -> None:
             ("bench", "handof"),
             "pd-connector bench: command 'handof' is not known; did you mean 'handoff'?",
         ),
+        (
+            ("profile", "--url", "x", "--longest-tokens", "1"),
+            "pd-connector profile: Invalid value for '--longest-tokens': '1': should be greater than or equal to 64",
+        ),
+        (
+            ("profile", "--repeats=many"),
+            (
+                "pd-connector profile: Invalid value for '--repeats': 'many': should be a valid integer, unable to parse "
+                "string as an integer"
+            ),
+        ),
+        (
+            ("demo", "--transport", "rdma"),
+            "pd-connector demo: Invalid value for '--transport': 'rdma' is not one of 'shm', 'tcp', 'nixl'.",
+        ),
     ],
 )
 def test_a_typing_error_takes_two_lines_and_names_what_was_meant(

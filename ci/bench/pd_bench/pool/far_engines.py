@@ -55,7 +55,7 @@ ROWS = (LINK, LINK_INT8, PREFILL, STOPPED)
 BARS = {LINK: 1.0, LINK_INT8: 0.65, PREFILL: 1.05, STOPPED: 1.05}
 LINK_MBIT = 1000.0
 FAST_LINK_MBIT = 10_000.0
-"""Of `stopped`: over the slower link these short prompts take as long to load as to compute, so they would not be loaded."""
+"""The link of `stopped`: over the slower link these short prompts take as long to load as to compute, so they would not be loaded."""
 _MEMORY = "3GiB"
 _LENT, _LEAST_LENT = 2 << 30, 16 << 20
 _STARTS_S, _PUTS_S = 180.0, 60.0

@@ -93,3 +93,43 @@ def merged(*streams: Sequence[Waiting]) -> list[Waiting]:
         for request in stream
     ]
     return sorted(named, key=lambda request: request.arrival_s)
+
+
+def conversations(
+    seed: int,
+    count: int,
+    *,
+    open_at_once: int = 30,
+    turns: int = 5,
+    turn_blocks: tuple[int, int] = (2, 12),
+    page_size: int = 16,
+) -> list[Waiting]:
+    """Chats: every prompt is the conversation so far and a new turn. Ended conversations never come back.
+
+    Args:
+        count: requests, one a second.
+        open_at_once: conversations that take turns in random order.
+        turns: mean number of turns of a conversation.
+        turn_blocks: fewest and most blocks that a turn adds.
+    """
+    random = Random(seed)
+    requests = []
+    opened: list[list[tuple[int, ...]]] = [[] for _ in range(open_at_once)]
+    started = 0
+    for n in range(count):
+        which = random.randrange(open_at_once)
+        if not opened[which] or random.random() < 1 / turns:
+            opened[which] = [(0,)]  # a system prompt that all share
+            started += 1
+        own = opened[which]
+        own += [(started, len(own) + k) for k in range(random.randint(*turn_blocks))]
+        requests.append(
+            Waiting(
+                id=f"turn-{n}",
+                tokens=len(own) * page_size + 1,
+                block_hashes=list(own),
+                arrival_s=float(n),
+                max_tokens=1,
+            )
+        )
+    return requests

@@ -27,7 +27,7 @@ class Running:
         self.history, self.file = History(), DaysFile(path)
 
     def until(self, end_s: float, per_s: int = 0) -> None:
-        """Run until then, once a second, with so many requests each second."""
+        """Run until `end_s`, with `per_s` requests each second."""
         while self.now_s < end_s:
             for _ in range(per_s):
                 self.history.arrived(self.now_s, GROUP, 1, inf, inf)
