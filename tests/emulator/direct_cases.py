@@ -31,7 +31,10 @@ from pd_kernels.attention.reference import reference_mla_decode, reference_paged
 @contextlib.contextmanager
 def _through_the_door() -> Iterator[None]:
     """Public functions launch kernels with CPU tensors, as on a GPU."""
-    active = SimpleNamespace(get_current_device=lambda: -1)  # the number of a CPU
+    active = SimpleNamespace(
+        get_current_device=lambda: -1,  # the number of a CPU
+        get_current_stream=lambda _: 0,
+    )
     with contextlib.ExitStack() as stack:
         for each in (
             mock.patch.object(DecodeCall, "on_gpu", True),
