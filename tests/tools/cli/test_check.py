@@ -525,6 +525,47 @@ def test_the_config_of_an_sglang_engine_is_checked(
     assert finding.area == f"{script}:2"
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "unset PD_CONNECTOR_CONFIG\n",
+        "PD_CONNECTOR_CONFIG=@/etc/pd.json ",
+        "# SGLang's is in PD_CONNECTOR_CONFIG of the unit; vLLM here:\n",
+    ],
+)
+def test_an_object_behind_other_text_is_not_the_config_of_sglang(
+    tmp_path: Path, before: str
+) -> None:
+    script = tmp_path / "run.sh"
+    command = f"vllm serve m --kv-transfer-config '{json.dumps(RIGHT)}'"
+    script.write_text(f"#!/bin/sh\n{before}{command}\n")
+    assert not [one for one in told(str(script)) if one.status is Status.FAIL]
+
+
+def test_a_variable_from_a_secret_is_not_the_config_of_sglang(tmp_path: Path) -> None:
+    reference = {"secretKeyRef": {"name": "pd", "key": "config"}}
+    variable = {"name": "PD_CONNECTOR_CONFIG", "valueFrom": reference}
+    args = ["serve", "m", "--kv-transfer-config", json.dumps(RIGHT)]
+    manifest = tmp_path / "pod.yaml"
+    manifest.write_text(f"env: [{json.dumps(variable)}]\nargs: {json.dumps(args)}\n")
+    assert not [one for one in told(str(manifest)) if one.status is Status.FAIL]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "- name: PD_CONNECTOR_CONFIG\n  value: '%s'",
+        "PD_CONNECTOR_CONFIG: '%s'",
+        "PD_CONNECTOR_CONFIG: |-\n  %s",
+        "- {name: PD_CONNECTOR_CONFIG, value: '%s'}",
+    ],
+)
+def test_the_config_of_sglang_is_found_in_yaml(tmp_path: Path, written: str) -> None:
+    manifest = tmp_path / "pod.yaml"
+    manifest.write_text(written % '{"codc": "int8"}')
+    assert "did you mean 'codec'?" in text_of(told(str(manifest)))
+
+
 def test_commands_of_a_page_are_a_script_without_a_first_line(tmp_path: Path) -> None:
     script = tmp_path / "pasted"
     exported = "export PD_CONNECTOR_CONFIG='{\"pool\": true}'\npython -m sglang.launch_server"

@@ -19,6 +19,8 @@ _VALUE = r"[A-Za-z0-9_./]+"
 _OPTION = re.compile(rf"--([a-z][a-z0-9-]*)(?:=({_VALUE})|[\"',\s\\]+(?:-\s+[\"']?)?({_VALUE}))?")
 _NEAR = 80
 """Most characters between the variable's name and its value."""
+_BETWEEN = re.compile(r"""[\s"'=:,\\|>-]*(?:value[\s"'=:\\|>-]*)?""")
+"""What can be between them; after other text an object is something else's."""
 
 
 def in_text(text: str, place: str, environment: Mapping[str, str]) -> list[Finding]:
@@ -65,7 +67,7 @@ def _config(text: str) -> tuple[dict[str, Any], str, int]:
     """The object in the variable of the config, as far as the text has it, its own text, and where that begins."""
     for match in re.finditer(CONFIG_VARIABLE, text):
         begin = text.find("{", match.end(), match.end() + _NEAR)
-        if begin < 0:
+        if begin < 0 or not _BETWEEN.fullmatch(text, match.end(), begin):
             continue
         try:
             value, end = json.JSONDecoder().raw_decode(text, begin)
