@@ -169,6 +169,15 @@ SECRET = KEY[KEY_VARIABLE]
         json.dumps(extra(key=SECRET)).replace(", ", " "),
         f"PD_CONNECTOR_KEY: {SECRET}\n\tkv_connector: PDConnector",
         f"PD_CONNECTOR_KEY: {SECRET}: x\nkv_connector: PDConnector",
+        f"PD_CONNECTOR_KEY: *{SECRET}\nkv_connector: PDConnector",
+        f"PD_CONNECTOR_KEY: !{SECRET}!a x\nkv_connector: PDConnector",
+        json.dumps({"key": f"a {SECRET}"}) + " x",
+        json.dumps({"key": f"a, }}' {SECRET}"}) + " x",
+        json.dumps({"key": f'a" {SECRET}'}) + " x",
+        json.dumps({"key": ["a", SECRET]}) + " x",
+        json.dumps({"PD_CONNECTOR_KEY": SECRET}) + " x",
+        json.dumps({"a": json.dumps({"key": SECRET})}) + " x",
+        f"{{'key': 'a {SECRET}'}}",
     ],
 )
 def test_a_key_is_never_printed(config: object, tmp_path: Path) -> None:
