@@ -575,6 +575,75 @@ def test_the_config_of_sglang_is_found_in_yaml(tmp_path: Path, written: str) -> 
     assert "did you mean 'codec'?" in text_of(told(str(manifest)))
 
 
+def test_each_engine_of_sglang_is_checked_with_its_own_config(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    lines = [
+        "#!/bin/sh",
+        'export PD_CONNECTOR_CONFIG=\'{"codec": "int8"}\'',
+        "python -m sglang.launch_server --page-size 24 &",
+        "export PD_CONNECTOR_CONFIG='{\"pool\": true}'",
+        "python -m sglang.launch_server --page-size 24 &",
+        "python -m sglang.launch_server --page-size 64 &",
+        "PD_CONNECTOR_CONFIG='{\"codc\": 1}' python -m sglang.launch_server",
+    ]
+    script.write_text("\n".join(lines))
+    found = [(one.area.rpartition(":")[2], one.status) for one in examine(str(script), {}).findings]
+    ok, fail = Status.OK, Status.FAIL
+    assert found == [("2", ok), ("5", fail), ("6", ok), ("7", fail)]
+
+
+def test_containers_of_sglang_can_have_their_config_behind_the_command(tmp_path: Path) -> None:
+    manifest = tmp_path / "pod.yaml"
+    container = (
+        "- command: [python, -m, sglang.launch_server, --page-size, '24']\n"
+        "  env: [{name: PD_CONNECTOR_CONFIG, value: '%s'}]\n"
+    )
+    manifest.write_text(container % '{"codec": "int8"}' + container % '{"pool": true}')
+    found = {one.area.rpartition(":")[2]: one.status for one in examine(str(manifest), {}).findings}
+    assert found == {"2": Status.OK, "3": Status.FAIL}
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("run.sh", "#!/bin/sh\nexport PD_CONNECTOR_CONFIG=%s\npython -m sglang.launch_server\n"),
+        ("values.yaml", "env: [{name: PD_CONNECTOR_CONFIG, value: %s}]\n"),
+        ("values.yaml", "PD_CONNECTOR_CONFIG: %s\n"),
+    ],
+)
+def test_a_config_of_sglang_with_escaped_quotes_is_checked(
+    tmp_path: Path, name: str, written: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(written % json.dumps('{"codec": "int8", "slots": 8}'))
+    (finding,) = examine(str(file), {}).findings
+    assert (finding.status, finding.found) == (Status.OK, "codec 'int8', slots 8")
+    file.write_text(written % json.dumps('{"codc": "int8"}'))
+    assert "did you mean 'codec'?" in text_of(told(str(file)))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        (
+            "#!/bin/sh\nPD_CONNECTOR_CONFIG=@/etc/pd.json python -m sglang.launch_server "
+            "--json-model-override-args '{\"a\": 2}'"
+        ),
+        '#!/bin/sh\nexport PD_CONNECTOR_CONFIG="$CONFIG"\npython -m sglang.launch_server',
+        "PD_CONNECTOR_CONFIG: '@/etc/pd.json'",
+        "- name: PD_CONNECTOR_CONFIG\n  valueFrom: {secretKeyRef: {name: pd, key: config}}",
+    ],
+)
+def test_a_config_of_sglang_that_the_file_does_not_have_is_left_to_its_start(
+    tmp_path: Path, written: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text(written)
+    (finding,) = examine(str(file), {}).findings
+    assert finding.status is Status.OK
+    assert "when the engine starts" in finding.found
+
+
 def test_commands_of_a_page_are_a_script_without_a_first_line(tmp_path: Path) -> None:
     script = tmp_path / "pasted"
     exported = "export PD_CONNECTOR_CONFIG='{\"pool\": true}'\npython -m sglang.launch_server"
