@@ -291,7 +291,7 @@ def demo(
             rows = _run(engine, stage, stderr)
     except KeyboardInterrupt:
         rmtree(logs, ignore_errors=True)
-        stderr.print("interrupted; all processes have been ended")
+        stderr.print("all processes have been ended")  # the command line says why
         raise typer.Exit(INTERRUPTED) from None
     except (PDConnectorError, OSError) as error:
         said = f"failed: {error}"

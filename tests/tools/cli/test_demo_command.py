@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.tools import command_line
 from pd_connector.tools.cli import asker, demo
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.asker import DemoError, PromptResult, StreamedAnswer
@@ -70,6 +71,15 @@ def test_a_demo_that_starts_nothing_leaves_no_logs(run, tmp_path):
     assert result.exit_code == 1
     assert "logs" not in result.output
     assert not (tmp_path / "logs").exists()
+
+
+def test_an_interrupt_is_told_once(monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_run", interrupted)
+    assert command_line.run(app, "pd-connector", ["demo"]) == command_line.INTERRUPTED
+    assert capsys.readouterr().err.count("interrupted") == 1
 
 
 def test_an_interrupt_exits_with_130(run, tmp_path):

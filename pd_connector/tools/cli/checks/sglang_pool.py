@@ -54,8 +54,8 @@ def _findings(text: str, place: str, environment: Mapping[str, str]) -> Iterator
     used = dict[int, list[re.Match[str]]]()
     commands = [*_COMMAND.finditer(text)]
     engines = [command for command in commands if "sglang" in command.group()]
-    for command, config in zip(engines, _of_each(engines, written), strict=False):
-        used.setdefault(config.at, []).append(command)
+    for command, own in zip(engines, _of_each(engines, written), strict=False):
+        used.setdefault(own.at, []).append(command)
     for each in written:
         where = _line(text, place, each.at)
         if not each.source:
