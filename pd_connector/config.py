@@ -202,6 +202,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return self.slot_mib << 20
 
     @property
+    def given_up_lease_s(self) -> float:
+        """How long pages stay leased whose consumer has refused them, in seconds. Usually no other consumer comes. One that
+        waits extends the lease with each heartbeat."""
+        return 2 * self.heartbeat_s
+
+    @property
     def audit_share(self) -> float:
         """The share of requests that are audited after their producer has passed."""
         return 0.0 if isinstance(self.audit, str) else self.audit

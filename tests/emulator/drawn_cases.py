@@ -8,6 +8,7 @@ be refused, by a ValueError that names what is not supported.
 
 import functools
 import random
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -426,10 +427,15 @@ def drawn(kind: str, seed: int) -> None:
 
 
 def controls() -> None:
-    """A factor of the scores that is a little too large is found."""
+    """A factor of the scores that is a little too large is found, by its results."""
     with mock.patch.dict(globals(), {"ASKED": 1.3 * SCALE}):
-        unfound = [kind for kind in KINDS if not problem_of(functools.partial(drawn, kind, 1))]
-    assert not unfound, f"not found: {', '.join(unfound)}"
+        found = {kind: problem_of(functools.partial(drawn, kind, 1)) for kind in KINDS}
+    other = {
+        kind: problem
+        for kind, problem in found.items()
+        if not re.search("differs by|elsewhere", problem)
+    }
+    assert not other, f"not found: {other}"
 
 
 DRAWN: dict[str, Case] = {

@@ -49,7 +49,7 @@ EDGES = (
 )
 
 
-DRAWN = "drawn, controls", "drawn, paged 3", "drawn, mixed 2", "drawn, chosen 1"
+DRAWN = "drawn, controls", *(f"drawn, {kind} 1" for kind in ("paged", "mixed", "mla", "chosen"))
 
 
 def test_everything_at_once_is_right() -> None:

@@ -174,6 +174,8 @@ class DecodeBackend(AttentionBackend):
     def by_page(self, name: int, rows: torch.Tensor, axes: int) -> torch.Tensor:
         """A view `[page, token, ...]` of one of the pool's tensors, with the last `axes` of its axes. It is kept under `name`,
         because a view takes the host a microsecond. While it is kept, no other tensor can have its address."""
+        if torch.compiler.is_compiling():  # addresses cannot be compared there
+            return rows.view(-1, self.page_size, *rows.shape[-axes:])
         view = self._views.get(name)
         if view is None or view.data_ptr() != rows.data_ptr():
             view = rows.view(-1, self.page_size, *rows.shape[-axes:])

@@ -27,7 +27,7 @@ _OTHERS = 0o077
 PAGE = 4096
 RESERVE_BYTES = 512 << 10
 """Room of the file system that parts leave to the catalog: without it nothing could be evicted."""
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that say what the process or the machine lacks at the moment, and nothing about the file."""
 
 
@@ -38,7 +38,7 @@ def charge_of(nbytes: int) -> int:
 
 def unreadable(name: str, error: OSError) -> PoolError:
     """The error for a part that cannot be opened or read: REFUSED if another attempt can succeed, otherwise DAMAGED."""
-    cause = Miss.REFUSED if error.errno in _PASSING else Miss.DAMAGED
+    cause = Miss.REFUSED if error.errno in PASSING else Miss.DAMAGED
     return PoolError(cause, f"{name}: {error.strerror}")
 
 

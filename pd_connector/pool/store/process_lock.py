@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
-from pd_connector.pool.store.folder import Folder, private_folder, reopened, unusable
+from pd_connector.pool.store.folder import PASSING, Folder, private_folder, reopened, unusable
 
 _TAKE = fcntl.LOCK_EX | fcntl.LOCK_NB
 _SHARE = fcntl.LOCK_SH | fcntl.LOCK_NB
@@ -121,8 +121,8 @@ class ProcessLock:
         """Whether the process of this name has not ended."""
         try:
             lock = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._folder)
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno in PASSING  # else it would lose its pins
         try:
             fcntl.flock(
                 lock, _SHARE

@@ -214,9 +214,10 @@ class Openings:
         if session not in outgoing.streams:
             has_ended = session in outgoing.refused or session in outgoing.finished
             if session in outgoing.refused and outgoing.final and outgoing.waits:
-                # Usually no other consumer comes. A consumer that waits extends the lease with each heartbeat.
-                outgoing.expires = min(outgoing.expires, now + 2 * self._config.heartbeat_s)
+                outgoing.expires = min(outgoing.expires, now + self._config.given_up_lease_s)
                 self._transfers.schedule(outgoing)
+            elif session in outgoing.refused:
+                outgoing.given_up = True
             if has_ended or outgoing.full(readers):
                 outgoing.refused.discard(session)
                 return self._draining.confirm(session, transfer)

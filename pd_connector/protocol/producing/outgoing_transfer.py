@@ -33,6 +33,7 @@ class OutgoingTransfer:
     )  # readers that have ended, with their causes
     # Sessions whose opening was refused. Their `Cancel` is not that of the intended consumer.
     refused: set[SessionId] = field(default_factory=set)
+    given_up: bool = False  # one of them has sent its `Cancel` before the prefill's end
     sessions: set[SessionId] = field(
         default_factory=set
     )  # all that watch it, read it or have tried to

@@ -104,7 +104,9 @@ class Producer:
         outgoing.step = None
         actions: list[Action] = []
         if offer.final:
-            outgoing.expires = now + self._config.lease_s
+            given_up = outgoing.given_up and outgoing.waits
+            lease_s = self._config.given_up_lease_s if given_up else self._config.lease_s
+            outgoing.expires = now + lease_s
             outgoing.lease_ends = now + self._config.wait_timeout_s
             self._transfers.schedule(outgoing)
             self._transfers.lease(outgoing)

@@ -162,7 +162,12 @@ class Scaling:
     def _reach(self, scale: Scale, failed: Callable[[Role], None]) -> None:
         """Start or stop engines of a side until it has the number of engines that it shall have."""
         side, now_s = (scale.group, scale.role), asyncio.get_running_loop().time()
-        starts = [start for start in self._starts if start.side == side]
+        # A task that has ended may be listed until its callback has run.
+        starts = [
+            start
+            for start in self._starts
+            if start.side == side and not (start.task is not None and start.task.done())
+        ]
         for start in starts:
             self._look_behind_names(start)
         begun = {start.url for start in starts}

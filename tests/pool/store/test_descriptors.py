@@ -76,6 +76,21 @@ def test_a_process_without_descriptors_or_memory_keeps_the_chunk_that_it_cannot_
     assert loads(store, key)
 
 
+@pytest.mark.parametrize(("error", "alive"), [(errno.EMFILE, True), (errno.ENOENT, False)])
+def test_a_process_is_not_taken_for_dead_for_lack_of_descriptors(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, error: int, alive: bool
+) -> None:
+    """It would lose its pins."""
+
+    def fails(*_: Any, **__: Any) -> int:
+        raise OSError(error, os.strerror(error))
+
+    lock = store._tier_storage.alive
+    with monkeypatch.context() as patched:
+        patched.setattr(process_lock.os, "open", fails)
+        assert lock.is_alive(lock.name) == alive
+
+
 def test_threads_that_list_a_folder_at_the_same_time_find_every_name(store: LocalStore) -> None:
     """A list is read from the descriptor's position, which all threads share. A process that missed its own name did not find what
     it advertised; reconciled with half a list, the catalog would lose chunks."""

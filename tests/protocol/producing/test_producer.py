@@ -153,6 +153,26 @@ def test_what_was_refused_is_kept_for_a_moment_unless_another_consumer_waits(pro
     assert producer.tick(3 * moment_s) == [Free("request", Cause.LEASE_EXPIRED)]
 
 
+@pytest.mark.parametrize("another", [False, True])
+def test_what_was_refused_before_the_prefill_has_ended_is_kept_for_a_moment(
+    producer: Producer, another: bool
+):
+    """Control: another consumer waits for the same prefill, and its heartbeats keep the pages."""
+    moment_s = 2 * CONFIG.heartbeat_s
+    producer.expect("t", 0.0)
+    producer.offer(OFFER._replace(tokens=4, final=False), 0.0)
+    assert refused(producer.open(ONE, opening(tokens="others"), ROUTES, 0.0), Cause.TOKENS)
+    producer.cancel(ONE, "t", Cause.TOKENS, 0.0)
+    if another:
+        producer.open(TWO, opening(slots=()), ROUTES, 0.0)
+    assert producer.offer(OFFER, 1.0)[-1:] != [Free("request", Cause.TOKENS)]
+    assert producer.leased_pages == 6
+    if another:
+        producer.heartbeat(["t"], 1.0 + moment_s / 2)
+    ended = producer.tick(1.0 + moment_s)
+    assert ended == ([] if another else [Free("request", Cause.LEASE_EXPIRED)])
+
+
 def test_a_transfer_is_opened_once(producer: Producer):
     producer.offer(OFFER, 0.0)
     producer.open(ONE, opening(), ROUTES, 0.0)
