@@ -5,6 +5,7 @@ Every error names the config key, the value found, and what to do.
 """
 
 import json
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +42,11 @@ def _within(name: str, least: float, most: float, unit: str = "") -> _Rule:
 
 _RULES = (
     _Rule("model_id", lambda text: len(text) <= 256, "must have 256 characters at most"),
-    _Rule("model_id", lambda text: text.isprintable(), "must be text that can be printed"),
+    _Rule(
+        "model_id",
+        lambda text: not any(unicodedata.category(each) in ("Cc", "Cs") for each in text),
+        "must be text without control characters",
+    ),
     _Rule(
         "audit",
         lambda audit: isinstance(audit, str) or 0 < audit <= 1,

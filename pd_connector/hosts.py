@@ -7,10 +7,12 @@ from urllib.parse import urlsplit
 
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _PLAIN = re.compile(rb"[A-Za-z0-9_.-]+")
-_USER = re.compile(r"(?<=://)([^:@/?#]*):.*(?=@)")
-_TOKEN = re.compile(r"(?<=://)(?!:)[^:@/?#]+(?=@)")
+_USER = re.compile(r"(?<=://)([^:@?#]*):.*(?=@)")
+_TOKEN = re.compile(r"(?<=://)(/*)(?![:/])[^:@/?#]+(?=@)")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _QUERY = re.compile(r"([?&][^=&#]*(?:pass|pwd|secret|token|key|auth)[^=&#]*=)[^&#]+", re.IGNORECASE)
+_FILE = re.compile(r"[?&]ca=/[^&]*$")
+"""A file in an address, whose name can have an @."""
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 """Name or number of a network interface."""
 
@@ -87,10 +89,12 @@ def stray_character(text: str) -> str:
 
 def without_secret(text: str) -> str:
     """An address for people, without the password that it has, or that a mistake may have put into it."""
+    if file := _FILE.search(text):
+        return without_secret(text[: file.start()]) + file[0]
     text = _QUERY.sub(r"\1***", text)
     before, at, host = text.rpartition("@")
     if "://" in text or not at:
-        return _TOKEN.sub("***", _USER.sub(r"\1:***", text))
+        return _TOKEN.sub(r"\1***", _USER.sub(r"\1:***", text))
     scheme = match[0] if (match := _SCHEME.match(before)) else ""
     rest = before.removeprefix(scheme)
     is_path = rest.startswith("/") and not rest.startswith("//") and ":" not in rest

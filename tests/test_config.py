@@ -335,9 +335,17 @@ def test_the_variable_of_an_sglang_engine_has_each_key_once(tmp_path: Path) -> N
 
 
 def test_a_name_that_is_not_text_is_refused_before_it_is_sent() -> None:
-    with pytest.raises(ConfigError, match=r"model_id '\\ud800': must be text") as raised:
-        _load(model_id="\ud800")
-    str(raised.value).encode()
+    for name in ("\ud800", "a\nb", "a\x1b[1m", "a\x85"):
+        with pytest.raises(ConfigError, match=r"model_id '.*': must be text") as raised:
+            _load(model_id=name)
+        str(raised.value).encode()
+
+
+@pytest.mark.parametrize(
+    "name", ["می\u200cخواهم", "क्\u200dष", "a\xa0b", "模型\u3000一", "📦\ufe0f"]
+)
+def test_a_name_may_be_of_any_script(name: str) -> None:
+    assert _load(model_id=name).model_id == name
 
 
 @pytest.mark.parametrize(

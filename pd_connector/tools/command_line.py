@@ -93,20 +93,22 @@ def _refused(error: Any, name: str, arguments: Sequence[str]) -> int:
         said = not_known("option", error.option_name, error.possibilities or ())
     else:
         said = " ".join(error.format_message().split()).replace("Value error, ", "")
-        if "Input should" in said:  # which does not say what it is
-            said = said.replace("Input should", f"{_value_of(error, arguments)!r}: should")
+        value = _value_of(error, arguments)
+        if value is not None:  # "Input" does not say what it is
+            said = said.replace("Input should", f"{value!r}: should")
     print(f"{path}: {said}\n{path} --help tells more", file=sys.stderr)
     return int(error.exit_code)
 
 
-def _value_of(error: Any, arguments: Sequence[str]) -> str:
-    """What the user gave for the option of an error; empty if that is not known."""
+def _value_of(error: Any, arguments: Sequence[str]) -> str | None:
+    """What the user gave for the option of an error, the last time; None if that is not known."""
     names = getattr(getattr(error, "param", None), "opts", ())
+    given = None
     for argument, following in pairwise([*arguments, ""]):
         option, equals, value = argument.partition("=")
         if option in names:
-            return value if equals else following
-    return ""
+            given = value if equals else following
+    return given
 
 
 def _show_version(given: bool) -> None:

@@ -164,6 +164,8 @@ def _examined(scripts: Sequence[tuple[str, str]], environment: Mapping[str, str]
     environment = {**environment, **_set_in("".join(text for _, text in scripts))}
     for written in configs:
         findings += transfer_config.check(written, environment)
+    for place, text in scripts:
+        findings += sglang_pool.in_text(text, place, environment)
     findings += configs_together.together(configs)
     return Examined(findings, [engine for written in configs for engine in written.engines])
 

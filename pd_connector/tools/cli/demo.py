@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -216,6 +218,8 @@ class TransportName(StrEnum):
 
 _OTHER_HUBS = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 """With one of these variables an engine takes a name from elsewhere."""
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""A model's name at Hugging Face."""
 
 
 def _has_config(model: Path) -> Path:
@@ -225,7 +229,10 @@ def _has_config(model: Path) -> Path:
         if config == model or not config.is_file():
             raise typer.BadParameter(f"{model}: has no config.json; name the folder of a model")
     except OSError as error:
-        if not any(map(os.environ.get, _OTHER_HUBS)):
+        # Only an engine's environment may have the client that reads Hugging Face's cache.
+        unread = importlib.util.find_spec("huggingface_hub") is None
+        may_be_cached = unread and not error.strerror and _NAME.fullmatch(str(model))
+        if not may_be_cached and not any(map(os.environ.get, _OTHER_HUBS)):
             why = f"{model}: {error.strerror}" if error.strerror else error
             raise typer.BadParameter(
                 f"{why}: name the folder of a model (the demo's engines download nothing)"
@@ -284,7 +291,7 @@ def demo(
             rows = _run(engine, stage, stderr)
     except KeyboardInterrupt:
         rmtree(logs, ignore_errors=True)
-        stderr.print("interrupted; all processes have been ended")
+        stderr.print("all processes have been ended")  # the command line says why
         raise typer.Exit(INTERRUPTED) from None
     except (PDConnectorError, OSError) as error:
         said = f"failed: {error}"

@@ -9,6 +9,7 @@ from enum import StrEnum
 from inspect import Parameter
 from pathlib import Path
 
+from pd_connector.hosts import without_secret
 from pd_connector.tools.command_line import option
 from scheduler_plugins.qos.trust import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from scheduler_plugins.router.roles.registry import ROLES
@@ -206,7 +207,8 @@ def kv_events(text: str) -> tuple[str, tuple[str, str | None]]:
     events, _, replay = addresses.partition(",")
     if not separator or not events:
         raise ValueError(
-            f"kv_events {text!r}: must look like http://host:8100=tcp://host:5557,tcp://host:5558"
+            f"kv_events {without_secret(text)!r}: must look like "
+            "http://host:8100=tcp://host:5557,tcp://host:5558"
         )
     return url, (events, replay or None)
 

@@ -28,6 +28,7 @@ pytest.importorskip("redis")
         ("redis://h?cluster=yes", "must be 1"),
         ("redis://h?ca=/absent", "needs rediss://"),
         ("rediss://h?ca=/absent", "there is no such file"),
+        ("rediss://h:1?ca=/absent/a@b.pem", "there is no such file"),
     ],
 )
 def test_a_wrong_address_is_refused_by_name(address: str, found: str) -> None:

@@ -162,6 +162,20 @@ def test_engines_on_a_cpu_have_their_cores_and_room(plans: dict[str, Path]) -> N
     assert not (plans["cpu"] / "values.yaml").exists()
 
 
+def test_an_sglang_script_in_the_folder_is_checked(
+    plans: dict[str, Path], tmp_path: Path, capsys
+) -> None:
+    out = tmp_path / "plan"
+    shutil.copytree(plans["planner"], out)
+    script = out / "more.sh"
+    started = "#!/bin/sh\nPD_CONNECTOR_CONFIG='{%s}' python -m sglang.launch_server\n"
+    script.write_text(started % '"codec": "int8"')
+    assert main(["check", str(out)]) == 0
+    script.write_text(started % '"codc": "int8"')
+    assert main(["check", str(out)]) == 1
+    assert "did you mean 'codec'?" in " ".join(capsys.readouterr().out.split())
+
+
 def test_each_copy_of_a_fleet_has_a_router(tmp_path: Path, capsys) -> None:
     """KV between the copies would pass over the slow link that made the plan choose them."""
     folder = inputs(tmp_path)

@@ -272,6 +272,10 @@ def test_pd_router_names_its_commands(capsys) -> None:
         ("serve --log-level LOUD", "pd-router serve: Invalid value for '--log-level'"),
         ("serve --kv-events x", "pd-router serve: kv_events 'x': must look like http://"),
         (
+            "serve --kv-events http://u:PW@h:8100",
+            "pd-router serve: kv_events 'http://u:***@h:8100': must look like http://",
+        ),
+        (
             "simulate --polcy x",
             "pd-router simulate: option '--polcy' is not known; did you mean '--policy'?",
         ),

@@ -169,6 +169,15 @@ SECRET = KEY[KEY_VARIABLE]
         json.dumps(extra(key=SECRET)).replace(", ", " "),
         f"PD_CONNECTOR_KEY: {SECRET}\n\tkv_connector: PDConnector",
         f"PD_CONNECTOR_KEY: {SECRET}: x\nkv_connector: PDConnector",
+        f"PD_CONNECTOR_KEY: *{SECRET}\nkv_connector: PDConnector",
+        f"PD_CONNECTOR_KEY: !{SECRET}!a x\nkv_connector: PDConnector",
+        json.dumps({"key": f"a {SECRET}"}) + " x",
+        json.dumps({"key": f"a, }}' {SECRET}"}) + " x",
+        json.dumps({"key": f'a" {SECRET}'}) + " x",
+        json.dumps({"key": ["a", SECRET]}) + " x",
+        json.dumps({"PD_CONNECTOR_KEY": SECRET}) + " x",
+        json.dumps({"a": json.dumps({"key": SECRET})}) + " x",
+        f"{{'key': 'a {SECRET}'}}",
     ],
 )
 def test_a_key_is_never_printed(config: object, tmp_path: Path) -> None:
@@ -523,6 +532,116 @@ def test_the_config_of_an_sglang_engine_is_checked(
     assert finding.status is status
     assert said in finding.found
     assert finding.area == f"{script}:2"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "unset PD_CONNECTOR_CONFIG\n",
+        "PD_CONNECTOR_CONFIG=@/etc/pd.json ",
+        "# SGLang's is in PD_CONNECTOR_CONFIG of the unit; vLLM here:\n",
+    ],
+)
+def test_an_object_behind_other_text_is_not_the_config_of_sglang(
+    tmp_path: Path, before: str
+) -> None:
+    script = tmp_path / "run.sh"
+    command = f"vllm serve m --kv-transfer-config '{json.dumps(RIGHT)}'"
+    script.write_text(f"#!/bin/sh\n{before}{command}\n")
+    assert not [one for one in told(str(script)) if one.status is Status.FAIL]
+
+
+def test_a_variable_from_a_secret_is_not_the_config_of_sglang(tmp_path: Path) -> None:
+    reference = {"secretKeyRef": {"name": "pd", "key": "config"}}
+    variable = {"name": "PD_CONNECTOR_CONFIG", "valueFrom": reference}
+    args = ["serve", "m", "--kv-transfer-config", json.dumps(RIGHT)]
+    manifest = tmp_path / "pod.yaml"
+    manifest.write_text(f"env: [{json.dumps(variable)}]\nargs: {json.dumps(args)}\n")
+    assert not [one for one in told(str(manifest)) if one.status is Status.FAIL]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "- name: PD_CONNECTOR_CONFIG\n  value: '%s'",
+        "PD_CONNECTOR_CONFIG: '%s'",
+        "PD_CONNECTOR_CONFIG: |-\n  %s",
+        "- {name: PD_CONNECTOR_CONFIG, value: '%s'}",
+    ],
+)
+def test_the_config_of_sglang_is_found_in_yaml(tmp_path: Path, written: str) -> None:
+    manifest = tmp_path / "pod.yaml"
+    manifest.write_text(written % '{"codc": "int8"}')
+    assert "did you mean 'codec'?" in text_of(told(str(manifest)))
+
+
+def test_each_engine_of_sglang_is_checked_with_its_own_config(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    lines = [
+        "#!/bin/sh",
+        'export PD_CONNECTOR_CONFIG=\'{"codec": "int8"}\'',
+        "python -m sglang.launch_server --page-size 24 &",
+        "export PD_CONNECTOR_CONFIG='{\"pool\": true}'",
+        "python -m sglang.launch_server --page-size 24 &",
+        "python -m sglang.launch_server --page-size 64 &",
+        "PD_CONNECTOR_CONFIG='{\"codc\": 1}' python -m sglang.launch_server",
+    ]
+    script.write_text("\n".join(lines))
+    found = [(one.area.rpartition(":")[2], one.status) for one in examine(str(script), {}).findings]
+    ok, fail = Status.OK, Status.FAIL
+    assert found == [("2", ok), ("5", fail), ("6", ok), ("7", fail)]
+
+
+def test_containers_of_sglang_can_have_their_config_behind_the_command(tmp_path: Path) -> None:
+    manifest = tmp_path / "pod.yaml"
+    container = (
+        "- command: [python, -m, sglang.launch_server, --page-size, '24']\n"
+        "  env: [{name: PD_CONNECTOR_CONFIG, value: '%s'}]\n"
+    )
+    manifest.write_text(container % '{"codec": "int8"}' + container % '{"pool": true}')
+    found = {one.area.rpartition(":")[2]: one.status for one in examine(str(manifest), {}).findings}
+    assert found == {"2": Status.OK, "3": Status.FAIL}
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("run.sh", "#!/bin/sh\nexport PD_CONNECTOR_CONFIG=%s\npython -m sglang.launch_server\n"),
+        ("values.yaml", "env: [{name: PD_CONNECTOR_CONFIG, value: %s}]\n"),
+        ("values.yaml", "PD_CONNECTOR_CONFIG: %s\n"),
+    ],
+)
+def test_a_config_of_sglang_with_escaped_quotes_is_checked(
+    tmp_path: Path, name: str, written: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(written % json.dumps('{"codec": "int8", "slots": 8}'))
+    (finding,) = examine(str(file), {}).findings
+    assert (finding.status, finding.found) == (Status.OK, "codec 'int8', slots 8")
+    file.write_text(written % json.dumps('{"codc": "int8"}'))
+    assert "did you mean 'codec'?" in text_of(told(str(file)))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        (
+            "#!/bin/sh\nPD_CONNECTOR_CONFIG=@/etc/pd.json python -m sglang.launch_server "
+            "--json-model-override-args '{\"a\": 2}'"
+        ),
+        '#!/bin/sh\nexport PD_CONNECTOR_CONFIG="$CONFIG"\npython -m sglang.launch_server',
+        "PD_CONNECTOR_CONFIG: '@/etc/pd.json'",
+        "- name: PD_CONNECTOR_CONFIG\n  valueFrom: {secretKeyRef: {name: pd, key: config}}",
+    ],
+)
+def test_a_config_of_sglang_that_the_file_does_not_have_is_left_to_its_start(
+    tmp_path: Path, written: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text(written)
+    (finding,) = examine(str(file), {}).findings
+    assert finding.status is Status.OK
+    assert "when the engine starts" in finding.found
 
 
 def test_commands_of_a_page_are_a_script_without_a_first_line(tmp_path: Path) -> None:

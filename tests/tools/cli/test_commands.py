@@ -128,6 +128,13 @@ def test_a_command_that_nobody_has_is_refused() -> None:
             ),
         ),
         (
+            ("profile", "--repeats", "1", "--repeats", "many"),
+            (
+                "pd-connector profile: Invalid value for '--repeats': 'many': should be a valid integer, unable to parse "
+                "string as an integer"
+            ),
+        ),
+        (
             ("demo", "--transport", "rdma"),
             "pd-connector demo: Invalid value for '--transport': 'rdma' is not one of 'shm', 'tcp', 'nixl'.",
         ),

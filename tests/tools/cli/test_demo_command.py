@@ -2,12 +2,14 @@
 """What `pd-connector demo` says and how it exits. With real engines: tests/engines/test_demo.py."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from pd_connector.errors import PDConnectorError
+from pd_connector.tools import command_line
 from pd_connector.tools.cli import asker, demo
 from pd_connector.tools.cli.app import app
 from pd_connector.tools.cli.asker import DemoError, PromptResult, StreamedAnswer
@@ -71,6 +73,15 @@ def test_a_demo_that_starts_nothing_leaves_no_logs(run, tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
+def test_an_interrupt_is_told_once(monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_run", interrupted)
+    assert command_line.run(app, "pd-connector", ["demo"]) == command_line.INTERRUPTED
+    assert capsys.readouterr().err.count("interrupted") == 1
+
+
 def test_an_interrupt_exits_with_130(run, tmp_path):
     result = run(KeyboardInterrupt())
     assert result.exit_code == 130
@@ -100,6 +111,25 @@ def test_the_shipped_models_folder_is_printed_and_nothing_starts():
 
 @pytest.mark.parametrize("model", ["nope", "./nope", "some/model", "~nobody", "x" * 300])
 def test_a_model_that_is_not_on_this_machine_is_refused_before_an_engine_starts(model, monkeypatch):
+    if model in ("nope", "./nope", "some/model"):  # may be a name: only its client can tell
+        pytest.importorskip("huggingface_hub")
+    _refuses(model, monkeypatch)
+
+
+@pytest.mark.parametrize("model", ["/nope", "../nope", "a/b/c", "~nobody", "x" * 300])
+def test_without_hugging_faces_client_a_folder_that_is_not_there_is_refused(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    _refuses(model, monkeypatch)
+
+
+@pytest.mark.parametrize("model", ["nope", "some/model-1.5"])
+def test_without_hugging_faces_client_the_engine_finds_a_model_by_its_name(model, monkeypatch):
+    """SGLang's environment may have the client where this one does not."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert demo._has_config(Path(model)) == Path(model)
+
+
+def _refuses(model, monkeypatch):
     monkeypatch.setattr(demo, "_run", lambda *args: pytest.fail("engines were started"))
     result = CliRunner().invoke(app, ["demo", "--model", model], env={"COLUMNS": "500"})
     assert result.exit_code == 2

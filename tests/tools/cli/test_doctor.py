@@ -581,16 +581,17 @@ def test_a_peer_that_wants_a_key_says_so(engine_url):
     assert "--api-key" in finding.found
 
 
-def test_the_engines_key_is_not_sent_where_an_answer_redirects():
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_the_engines_key_is_not_sent_where_an_answer_redirects(host: str):
+    """To another host, or to another port of the same host."""
     seen = list[str | None]()
 
     class Redirects(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.append(self.headers.get("Authorization"))
-            here = f"127.0.0.1:{self.server.server_port}"
             elsewhere = {
-                "/start": f"http://{here}/same",
-                "/same": f"http://localhost:{here.split(':')[1]}/end",
+                "/start": f"http://127.0.0.1:{server.server_port}/same",
+                "/same": f"http://{host}:{other.server_port}/end",
             }
             where = elsewhere.get(self.path)
             self.send_response(302 if where else 200)
@@ -602,12 +603,17 @@ def test_the_engines_key_is_not_sent_where_an_answer_redirects():
         def log_message(self, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as server,
+        ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as other,
+    ):
+        threads = [threading.Thread(target=each.serve_forever) for each in (server, other)]
+        for thread in threads:
+            thread.start()
         asker(f"http://127.0.0.1:{server.server_port}", "secret")("/start", None)
-        server.shutdown()
-        thread.join()
+        for each, thread in zip((server, other), threads, strict=True):
+            each.shutdown()
+            thread.join()
     assert seen == ["Bearer secret", "Bearer secret", None]
 
 

@@ -21,15 +21,12 @@ Ask = Callable[[str, Mapping[str, Any] | None], str]
 
 
 class _Redirects(HTTPRedirectHandler):
-    """Follows redirects. urllib would send the engines' key to whatever host an answer names."""
+    """Follows redirects. urllib would send the engines' key to whatever host and port an answer names."""
 
     def redirect_request(self, request: Request, *answer: Any) -> Request | None:
         """See `HTTPRedirectHandler`."""
         following = super().redirect_request(request, *answer)
-        if (
-            following
-            and urlsplit(following.full_url).hostname != urlsplit(request.full_url).hostname
-        ):
+        if following and urlsplit(following.full_url)[:2] != urlsplit(request.full_url)[:2]:
             following.remove_header("Authorization")
         return following
 

@@ -18,7 +18,12 @@ _COMMAND = re.compile(r"vllm serve|openai\.api_server|sglang\.launch_server")
 _PASTED = re.compile(r"^(?:export \w+=|vllm serve |sglang serve |python3? -m )", re.M)
 """How a line begins in a script without `#!`, and in no YAML."""
 _DECODER = json.JSONDecoder()
-_KEY = re.compile(r"""(\bkey['"]?\s*[:=]\s*['"]?)([^\s'",}]+)""", re.IGNORECASE)
+_STRING = r"""\"(?:[^"\\]|\\.)*"?"""
+_KEY = re.compile(
+    rf"""((?:\b|_)key\\*['"]?\s*[:=]\s*\\*)(\[(?:{_STRING}|[^]"])*|{_STRING}|'[^']*'?|[^\s'",}}]+)""",
+    re.IGNORECASE,
+)
+"""A key and its value: a list, a string, or a word."""
 _UNREADABLE = "is nested too deeply"
 
 
@@ -61,10 +66,11 @@ def _in_yaml(text: str, place: str) -> Iterator[Written]:
             yield from _in_node(document, place, set())
     except yaml.YAMLError as error:
         advice = "; it is a template: check the output of `helm template`" if "{{" in text else ""
-        # The error's own text quotes the line, which may have a key.
+        # The error's own text quotes the line, and a name in it, which may be a key.
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        problem = re.sub("(alias|handle) .*", r"\1 '***'", problem)
         raise ConfigError(f"{place}{line}: is not YAML: {problem}{advice}") from None
     except RecursionError:
         raise ConfigError(f"{place}: {_UNREADABLE}") from None
