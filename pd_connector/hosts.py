@@ -90,7 +90,11 @@ def stray_character(text: str) -> str:
 def without_secret(text: str) -> str:
     """An address for people, without the password that it has, or that a mistake may have put into it."""
     if file := _FILE.search(text):
-        return without_secret(text[: file.start()]) + file[0]
+        return _masked(text[: file.start()]) + file[0]
+    return _masked(text)
+
+
+def _masked(text: str) -> str:
     text = _QUERY.sub(r"\1***", text)
     before, at, host = text.rpartition("@")
     if "://" in text or not at:
