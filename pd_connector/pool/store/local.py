@@ -238,6 +238,10 @@ class LocalStore(Store):
             engines,
         )
 
+    def restore_folders(self) -> None:
+        """Reopen folders that were removed and created again. For stores made with `visits`. Raises ConfigError."""
+        self.maintenance.restore_folders()
+
     def close(self) -> None:
         if self.maintenance.stop():
             self._tier_storage.close()
