@@ -44,6 +44,7 @@ from pd_bench.serve.hosts import (
 )
 from pd_connector.config import KEY_VARIABLE
 from pd_connector.pool.keys import CHUNK_TOKENS
+from pd_connector.pool.load_breakeven import FIRST_PAUSE_S
 from pd_connector.pool.settings import SHM_VARIABLE, memory_folder
 from pd_connector.pool.store.local import LocalStore
 from pd_connector.pool.store.tier_storage import Space
@@ -65,7 +66,7 @@ _AT_ONCE = 3
 """Prompts of one run of `prefill`."""
 _STOPPED_REQUESTS, _BEFORE = 12, 4
 """Requests to each engine while a server stands still; the first ones can wait."""
-_STOPPED_TOKENS = 2048
+_STOPPED_TOKENS, _WARM_UPS = 2048, 3
 _LONGEST_WAIT_S = 0.25
 _LOOKS_AGAIN_S = 60.0
 """After a fault an engine leaves the far store alone for at most 30 s."""
@@ -339,10 +340,10 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Compa
         _empty(far)  # it has computed the prompts of the turn before
         site.carry(far)
         stored = [prompts.make(tokens) for _ in range(_STOPPED_REQUESTS)]
-        used = prompts.make(tokens)
-        for prompt in (used, *stored):
+        warm_ups = [prompts.make(tokens) for _ in range(_WARM_UPS)]
+        for prompt in (*warm_ups, *stored):
             site.first_s(far.engines[0], prompt)
-        site.wait_saved(far, (1 + _STOPPED_REQUESTS) * (tokens // CHUNK_TOKENS))
+        site.wait_saved(far, (_WARM_UPS + _STOPPED_REQUESTS) * (tokens // CHUNK_TOKENS))
         site.put_all(far)
         _empty(far)
         with contextlib.suppress(ValueError):  # it answers nothing
@@ -354,13 +355,11 @@ def _stopped(site: _Site, prompts: Prompts, tokens: int, say: Say) -> list[Compa
             _LOOKS_AGAIN_S,
             f"{far.engines[0].name} does not look in the far store; see {far.engines[0].log_path}",
         )
-        loaded = far.chunks()[1]
-        site.first_s(far.engines[0], used)  # the store shows its speed
-        site.first_s(far.engines[0], [1, 2, 3])  # steps update the metrics
-        if far.chunks()[1] == loaded:
-            raise BenchError(
-                f"{far.engines[0].name} has loaded nothing from the far store; see {far.log}"
-            )
+        until(
+            lambda far=far, warm_ups=warm_ups: _loads_far(site, far, warm_ups),  # type: ignore[misc]
+            _LOOKS_AGAIN_S,
+            f"{far.engines[0].name} has loaded nothing from the far store; see {far.log}",
+        )
         before = _not_answered(far)
         stopped = site.server.family(target)
         stopped.pause()
@@ -406,6 +405,25 @@ def _looks_far(site: _Site, host: BenchHost, prompts: Prompts) -> bool:
     for _ in range(2):
         site.first_s(host.engines[0], prompts.make(2 * CHUNK_TOKENS))
     return _counted(host, "finds_found", "finds_none") >= before + 2
+
+
+def _loads_far(site: _Site, host: BenchHost, warm_ups: list[list[int]]) -> bool:
+    """Whether an engine loads from the far store: it has shown its speed then. Takes one of the prompts that are there.
+    Waits after a load that failed, as a first one can on a busy machine: the engine probes the store before the next one.
+
+    Raises:
+        BenchError: no prompt is left.
+    """
+    if not warm_ups:
+        counts = status.counts if (status := host.status()) else {}
+        raise BenchError(f"{host.engines[0].name} loads nothing from the far store: {counts}")
+    loaded = host.chunks()[1]
+    site.first_s(host.engines[0], warm_ups.pop())
+    site.first_s(host.engines[0], [1, 2, 3])  # steps update the metrics
+    if host.chunks()[1] > loaded:
+        return True
+    time.sleep(FIRST_PAUSE_S + 1.0)
+    return False
 
 
 def _not_answered(host: BenchHost) -> int:
