@@ -9,11 +9,11 @@ import os
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from support.bench import ROW_KEYS, comparison, text_of
+from support.waits import until
 
 from pd_bench import machine
 from pd_bench.machine import Noise, cpu_seconds, describe
@@ -144,26 +144,28 @@ def test_cpu_time_of_a_process_grows_while_it_works_and_an_ended_one_has_none():
     assert cpu_seconds([process.pid]) == 0
 
 
-def test_noise_is_what_the_machine_did_beyond_this_process_and_its_descendants(monkeypatch):
-    clock, machine_s, own_s = iter((100.0, 104.0)), iter((50.0, 57.0)), iter((20.0, 23.0))
-    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(machine, "_busy_s", lambda: next(machine_s))
-    monkeypatch.setattr(machine, "_own_s", lambda: next(own_s))
-    assert Noise().cores() == 1.0
+@pytest.mark.parametrize("ours", [False, True])
+def test_noise_is_what_others_did_also_if_they_have_ended(
+    monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    monkeypatch.setattr(machine, "_LOOKS_EVERY_S", 0.01)
+    if not ours:
+        monkeypatch.setattr(machine.proc, "descendants", lambda *_: {os.getpid()})
+    noise = Noise()
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 
+    def used_s() -> float:
+        return sum(used for (pid, _), used in list(noise._used_s.items()) if pid == process.pid)
 
-def test_own_time_counts_children_also_when_they_have_ended():
-    """Control: `cpu_seconds` does not count them."""
-    spins = "import time\nends = time.process_time() + 0.4\nwhile time.process_time() < ends: pass"
-    before = machine._own_s()
-    alone = cpu_seconds([os.getpid()])
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {spins!r}])",
-        ],
-        check=True,
-    )
-    assert machine._own_s() - before >= 0.3
-    assert cpu_seconds([os.getpid()]) - alone < 0.3
+    try:
+        until(lambda: cpu_seconds([process.pid]) > 0.1, "the process works")
+        if ours:
+            until(lambda: process.pid in {pid for pid, _ in list(noise._ours)}, "it is seen")
+        else:
+            until(lambda: used_s() > 0.1, "its time is seen")
+    finally:
+        process.kill()
+        process.wait()
+    assert bool(used_s()) is not ours
+    if not ours:
+        assert noise.cores() > 0, "it has ended"

