@@ -3,6 +3,7 @@
 replayed with other requests in the same buffers."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
@@ -178,7 +179,7 @@ def _own_table(door: Any) -> contextlib.AbstractContextManager[Any]:
 
     def copied(*args: Any) -> Any:
         found = split(*args)
-        return found._replace(block_table=found.block_table.clone())
+        return dataclasses.replace(found, block_table=found.block_table.clone())
 
     return mock.patch.object(builder, "decodes_of", copied)
 

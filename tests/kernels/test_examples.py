@@ -74,4 +74,4 @@ def test_the_benchmarks_start(command: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "{decode,transfer,roof}" in done.stdout
+    assert "{decode,transfer,roof,host}" in done.stdout

@@ -179,6 +179,7 @@ SECRET = KEY[KEY_VARIABLE]
         json.dumps({"a": json.dumps({"key": SECRET})}) + " x",
         f"{{'key': 'a {SECRET}'}}",
     ],
+    ids=lambda _: "config",  # the secret is drawn by each process
 )
 def test_a_key_is_never_printed(config: object, tmp_path: Path) -> None:
     text = config if isinstance(config, str) else json.dumps(config)
