@@ -26,7 +26,7 @@ class Probe:
 
         lookups.LOOK_S = lookups._SLOW_S = 60.0
         pool_loads._STALL_S = pool_saves._WAITS_S = 60.0
-        LoadBreakeven.chunks = lambda self, hit, now: len(hit)
+        LoadBreakeven.chunks = lambda self, hit, *_: len(hit)
 
     def sleep_as_on_a_gpu(self) -> None:
         """From now on, `sleep` and `wake_up`, which do nothing on a CPU, do what vLLM 0.33's worker for GPUs does: the

@@ -212,7 +212,7 @@ def register():
 
     pool_saves._WAITS_S = 60.0
     pool_prompts.LOOK_S = pool_prompts._SLOW_S = pool_prompts.STALL_S = 60.0
-    LoadBreakeven.chunks = lambda self, hit, now: len(hit)
+    LoadBreakeven.chunks = lambda self, hit, *_: len(hit)
     if {FAULTS!r} in os.environ:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -28,7 +28,7 @@ THREE = 3 * CHUNK_TOKENS
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is loaded, however slow the machine."""
-    monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, now: len(missing))
+    monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, *_more: len(missing))
 
 
 @pytest.fixture

@@ -179,7 +179,7 @@ def run(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[int], Orders]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, now: len(missing))
+    monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, *_more: len(missing))
     reads, folders, watches = Reads(), [], []
     monkeypatch.setattr(WeightsReader, "_lines", lambda reader, cache: reads.lines(reader))
     for number in range(2):

@@ -56,7 +56,7 @@ def saved_and_read(make: Make, specs: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is loaded, however slow the machine."""
-    monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, now: len(missing))
+    monkeypatch.setattr(LoadBreakeven, "chunks", lambda _, missing, *_more: len(missing))
 
 
 @pytest.fixture
