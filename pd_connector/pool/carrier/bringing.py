@@ -63,7 +63,7 @@ class Bringing:
         self._writer = f"carrier-{secrets.token_hex(8)}"
         self._lock = threading.Lock()  # of what follows
         self._on_their_way: OrderedDict[bytes, _OnItsWay] = OrderedDict()
-        self._on_their_way_bytes = self._ended = 0
+        self._ended = 0
         self._pace = Pace()
         self._queued: list[bytes] = []
         self._moves = threading.Event()
@@ -114,7 +114,6 @@ class Bringing:
                         self._counts.add("not_brought_refused")
                     else:
                         self._on_their_way[key] = _OnItsWay(future, nbytes)
-                        self._on_their_way_bytes += nbytes
                         self._queued.append(key)
                 futures.append(future)
         self._moves.set()
@@ -162,7 +161,6 @@ class Bringing:
         with self._lock:
             ended = self._on_their_way.pop(key, None)
             if ended is not None:
-                self._on_their_way_bytes -= ended.nbytes
                 self._ended += 1
         self._counts.add(counted, ended is not None)
         if ended is not None:

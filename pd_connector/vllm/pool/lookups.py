@@ -69,9 +69,8 @@ class PoolLookups:
         self._probes = ThreadPoolExecutor(1, "pd-pool-probe")
         self._pins = ClientPins(store, self._thread)
         self._probe: Future[None] | None = None
-        self.coming: dict[
-            str, int
-        ] = {}  # bytes of loads from the far store that have begun, by request
+        # bytes of loads from the far store that have begun, by request
+        self.coming: dict[str, int] = {}
         self._probed: list[tuple[str, int, float, float]] = []  # as `LoadBreakeven.probed` has it
         self._answers = Answers()
         self._found_in: deque[float] = deque()  # seconds that the store took for look-ups

@@ -38,6 +38,7 @@ from pd_bench.serve.hosts import (
     BenchHost,
     Server,
     carrier_command,
+    counted,
     key_file,
     need_namespaces,
     need_store,
@@ -282,8 +283,8 @@ def _link(
             for name, (first_ms, tokens_loaded) in measured.items():
                 times[name].append(first_ms)
                 loaded[name].append(tokens_loaded)
-    for name, counted in loaded.items():
-        if not max(counted):
+    for name, tokens_of in loaded.items():
+        if not max(tokens_of):
             raise BenchError(f"{name}: nothing was loaded, so its times are not those of loads")
     params: dict[str, str | int | float] = {
         "tokens": tokens,
@@ -433,9 +434,9 @@ def _not_answered(host: BenchHost) -> int:
 
 def _counted(host: BenchHost, *names: str) -> int:
     """A sum of counts of a host's carrier. Raises BenchError: it does not answer."""
-    if (status := host.status()) is None:
+    if (number := counted(host.status(), *names)) is None:
         raise BenchError(f"the carrier of host {host.name} does not answer; see {host.log}")
-    return sum(status.counts.get(name, 0) for name in names)
+    return number
 
 
 def _loaded_tokens(engine: VllmEngine) -> float:

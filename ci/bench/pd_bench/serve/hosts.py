@@ -334,6 +334,11 @@ class HostsBench:
         need_namespaces("--far")
 
 
+def counted(carrier: Status | None, *names: str) -> int | None:
+    """A sum of counts of a carrier; None if it does not answer."""
+    return sum(carrier.counts.get(name, 0) for name in names) if carrier else None
+
+
 def need_store(kind: str) -> None:
     """Raises BenchError that names what a store of this kind needs and this machine lacks."""
     if kind == MOONCAKE:
@@ -506,9 +511,7 @@ class _Run:
 
     def _look_ups(self, host: BenchHost) -> int | None:
         """How many look-ups its carrier has answered."""
-        status = host.status()
-        names = ("finds_found", "finds_none")
-        return sum(status.counts.get(name, 0) for name in names) if status else None
+        return counted(host.status(), "finds_found", "finds_none")
 
     def _first_parts(self) -> list[tuple[Sequence[TimedRequest], Any]]:
         third = -(-len(self._requests) // 3)
